@@ -1,0 +1,174 @@
+"""Every check and every documented workflow of the repository, found by globbing packages/.
+
+``nox -s tests`` runs each package's tests with its siblings absent; ``nox -s "tests(gem-kernels)"`` or ``nox -t gem-kernels`` one of them.
+"""
+
+import os
+import shutil
+import subprocess
+import tomllib
+from pathlib import Path
+
+import nox
+
+nox.needs_version = ">=2024.4.15"
+nox.options.reuse_existing_virtualenvs = True
+nox.options.default_venv_backend = "venv"
+nox.options.sessions = ["lint", "types", "tests", "together", "strangers"]
+
+ROOT = Path(__file__).parent
+CONSTRAINTS = str(ROOT / "constraints" / "cpu.txt")
+METADATA = {path.parent.name: tomllib.loads(path.read_text())["project"] for path in sorted(ROOT.glob("packages/*/pyproject.toml"))}
+PACKAGES = list(METADATA)
+EACH_PACKAGE = nox.parametrize("package", [nox.param(name, id=name, tags=[name]) for name in PACKAGES])
+TEST_TOOLS = ("pytest>=8", "pytest-timeout", "hypothesis>=6.100")
+# torchrec requires the CUDA build of fbgemm by name, so it goes in without its requirements, after the fbgemm that fits this torch.
+FBGEMM = ("torch", "fbgemm-gpu-cpu", "numpy", "tensordict", "pyre-extensions", "tqdm", "torchmetrics")
+
+
+def source(package: str) -> Path:
+    return ROOT / "packages" / package
+
+
+def needs(package: str) -> list[str]:
+    """The distributions of this repository that ``package`` requires, itself last."""
+    names = [name for name in PACKAGES if any(dep.startswith(name) for dep in METADATA[package]["dependencies"])]
+    return [*names, package]
+
+
+def install_torchrec(session: nox.Session) -> None:
+    session.install("-c", CONSTRAINTS, *FBGEMM)
+    session.install("-c", CONSTRAINTS, "--no-deps", "torchrec")
+
+
+def install_sources(session: nox.Session, *packages: str, tools: tuple[str, ...] = ()) -> None:
+    """Install packages of this repository from their sources, in place, and what they require."""
+    if "gem-parallel" in packages:
+        install_torchrec(session)
+    editable = [word for name in packages for word in ("-e", str(source(name)))]
+    session.install("-c", CONSTRAINTS, *editable, *tools)
+
+
+def run_pytest(session: nox.Session, *paths: str, env: dict[str, str] | None = None) -> None:
+    session.run("python", "-m", "pytest", "-m", "not gpu", *paths, *session.posargs, env=env)
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Style and the import walls. Needs no torch."""
+    session.install("ruff", "import-linter")
+    session.run("ruff", "check", ".")
+    session.run("ruff", "format", "--check", ".")
+    session.run("lint-imports", env={"PYTHONPATH": os.pathsep.join(str(source(name) / "src") for name in PACKAGES)})
+
+
+@nox.session
+def types(session: nox.Session) -> None:
+    """mypy --strict on each package; ``nox -s types -- gem-core`` for one."""
+    install_sources(session, *PACKAGES, tools=("mypy", "pytest", "hypothesis"))
+    for package in session.posargs or PACKAGES:
+        session.run("mypy", str(source(package) / "src"))
+
+
+@nox.session
+@EACH_PACKAGE
+def tests(session: nox.Session, package: str) -> None:
+    """The tests of one package, its siblings absent."""
+    install_sources(session, *needs(package), tools=TEST_TOOLS)
+    run_pytest(session, f"packages/{package}/tests")
+
+
+@nox.session
+@EACH_PACKAGE
+def alone(session: nox.Session, package: str) -> None:
+    """The wheel of one package in a clean environment: it imports, its plugin loads without torch, it holds its own files and no others."""
+    wheels = Path(session.create_tmp()) / "wheels"
+    shutil.rmtree(wheels, ignore_errors=True)
+    for name in needs(package):
+        session.run("python", "-m", "pip", "wheel", "-q", "--no-deps", "-w", str(wheels), str(source(name)))
+    session.install("-c", CONSTRAINTS, "--force-reinstall", "--no-deps", *map(str, wheels.glob("*.whl")))
+    session.install("-c", CONSTRAINTS, *map(str, wheels.glob("*.whl")))
+    session.run("python", str(ROOT / "tests" / "alone.py"), package, str(wheels))
+
+
+@nox.session
+def together(session: nox.Session) -> None:
+    """All five packages: what no single package can test, and the walls."""
+    install_sources(session, *PACKAGES, tools=(*TEST_TOOLS, "import-linter"))
+    run_pytest(session, "tests/walls", "tests/together")
+
+
+@nox.session
+def strangers(session: nox.Session) -> None:
+    """Somebody else's package replaces a kernel, and somebody else's model uses ours."""
+    install_sources(session, "gem-core", "gem-kernels", tools=TEST_TOOLS)
+    session.install("-c", CONSTRAINTS, "./examples/acme-gem-backend")
+    run_pytest(session, "examples/acme-gem-backend/tests", "tests/strangers")
+    session.run("python", "examples/foreign_model.py")
+
+
+@nox.session
+@EACH_PACKAGE
+def floors(session: nox.Session, package: str) -> None:
+    """The tests of one package with the lowest versions it allows (torch and triton stay at the constraint: they only work as a set)."""
+    install_sources(session, *needs(package), tools=TEST_TOOLS)
+    lowest = []
+    for dependency in METADATA[package]["dependencies"]:
+        name, _, version = dependency.partition(">=")
+        if name not in {"torch", "triton", *PACKAGES}:
+            lowest.append(f"{name}=={version.split(',')[0]}")
+    if lowest:
+        session.install("-c", CONSTRAINTS, *lowest)
+    run_pytest(session, f"packages/{package}/tests")
+
+
+@nox.session
+def skew(session: nox.Session) -> None:
+    """A core that is too new: pip's range refuses it, and forced in, its kernels are listed as unfit with the reason."""
+    install_sources(session, "gem-core", "gem-kernels", tools=TEST_TOOLS)
+    run_pytest(session, "tests/skew")
+
+
+@nox.session(venv_backend="none")
+def gpu(session: nox.Session) -> None:
+    """The GPU tests of the interpreter that runs nox; without nox: ``python3 -m pytest -m gpu packages``."""
+    session.run("python3", "-m", "pytest", "-m", "gpu", "packages", *session.posargs, external=True)
+
+
+@nox.session
+def bench(session: nox.Session) -> None:
+    """Benchmarks that run on this machine; results go to benchmarks/results."""
+    install_sources(session, *PACKAGES)
+    for script in sorted(ROOT.glob("packages/*/benchmarks/cpu_*.py")):
+        session.run("python", str(script), *session.posargs)
+
+
+@nox.session
+def quickstart(session: nox.Session) -> None:
+    """Install all five packages, fetch MovieLens-100K and train on it; the report is runs/quickstart/report.html."""
+    install_sources(session, *PACKAGES)
+    session.run("gem", "doctor")
+    session.run("gem", "data", "fetch", "ml-100k", success_codes=[0, 3])
+    recipe = "quickstart" if Path(session.bin, "python").exists() and _fetched(session) else "quickstart-synthetic"
+    session.run("gem", "train", "-c", recipe, "--out", "runs/quickstart", *session.posargs)
+
+
+def _fetched(session: nox.Session) -> bool:
+    """Whether MovieLens-100K lies in the cache; without it the quickstart trains on generated data and says so."""
+    probe = "import sys; from gem_data.fetch import cached; sys.exit(cached('ml-100k') is None)"
+    found = subprocess.run([str(Path(session.bin) / "python"), "-c", probe]).returncode == 0
+    if not found:
+        session.warn("MovieLens-100K could not be fetched: training on the synthetic source instead")
+    return found
+
+
+@nox.session(venv_backend="none")
+def changed(session: nox.Session) -> None:
+    """Queue the tests of the packages that differ from main (or from the revision given after ``--``)."""
+    base = session.posargs[0] if session.posargs else "main"
+    files = subprocess.run(["git", "diff", "--name-only", base], capture_output=True, text=True, check=True, cwd=ROOT).stdout.split()
+    touched = {Path(file).parts[1] for file in files if file.startswith("packages/")}
+    for package in PACKAGES:
+        if touched & set(needs(package)):
+            session.notify(f"tests({package})", posargs=[])
+    session.notify("together", posargs=[])

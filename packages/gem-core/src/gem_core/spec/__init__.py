@@ -1,0 +1,58 @@
+"""The contract between core and its plugins. Imports only the standard library and pluggy."""
+
+from gem_core.spec.cli import CliCommand
+from gem_core.spec.data import DataSchema, DataSource, DenseFeature, IdFeature, SequenceFeature, Shard, Source, Task
+from gem_core.spec.embedding import EmbeddingEngine, Embeddings, SparseOptimizer, TableSpec
+from gem_core.spec.errors import GemError, KernelUnavailable, MachineError, PluginError, RequestError, RunFailed
+from gem_core.spec.events import CheckpointInfo, RunInfo, StepInfo
+from gem_core.spec.kernels import DEVICES, DTYPES, KernelImpl, KernelRequest, OpSpec, load_object
+from gem_core.spec.markers import ENTRY_POINT_GROUP, PROJECT, hookimpl, hookspec
+from gem_core.spec.models import Model, ModelSpec
+from gem_core.spec.parallel import STAGES, ParallelContext, ParallelStrategy, Strategy, Tier, Topology
+from gem_core.spec.precision import Precision, PrecisionDecision, PrecisionRecipe
+
+__all__ = [
+    "DEVICES",
+    "DTYPES",
+    "ENTRY_POINT_GROUP",
+    "PROJECT",
+    "STAGES",
+    "CheckpointInfo",
+    "CliCommand",
+    "DataSchema",
+    "DataSource",
+    "DenseFeature",
+    "EmbeddingEngine",
+    "Embeddings",
+    "GemError",
+    "IdFeature",
+    "KernelImpl",
+    "KernelRequest",
+    "KernelUnavailable",
+    "MachineError",
+    "Model",
+    "ModelSpec",
+    "OpSpec",
+    "ParallelContext",
+    "ParallelStrategy",
+    "PluginError",
+    "Precision",
+    "PrecisionDecision",
+    "PrecisionRecipe",
+    "RequestError",
+    "RunFailed",
+    "RunInfo",
+    "SequenceFeature",
+    "Shard",
+    "Source",
+    "SparseOptimizer",
+    "StepInfo",
+    "Strategy",
+    "TableSpec",
+    "Task",
+    "Tier",
+    "Topology",
+    "hookimpl",
+    "hookspec",
+    "load_object",
+]

@@ -1,0 +1,146 @@
+"""Schema of a data set, and the declaration and protocol of a data source."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class IdFeature:
+    """A categorical feature: one id a row, or many when ``multi``.
+
+    Ids lie in ``[0, cardinality)``; row 0 is reserved for unknown values.
+    ``table`` names the embedding table, so that features of one meaning share it (the candidate item and the items of a history).
+    """
+
+    name: str
+    cardinality: int
+    multi: bool = False
+    table: str | None = None
+
+    @property
+    def table_name(self) -> str:
+        return self.table or self.name
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DenseFeature:
+    """A float vector a row: ``width`` 1 for a plain number, more for a pretrained embedding."""
+
+    name: str
+    width: int = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SequenceFeature:
+    """A group of aligned event columns: the user's history of one event type, oldest event first.
+
+    Args:
+        name: the group's name.
+        ids: one id feature for each side column; batch keys are ``{group}.{feature}``.
+        dense: float columns for each event; batch keys are ``{group}.{feature}``.
+        time: whether the group carries ``{group}.time``, the event times in seconds (int64).
+        max_length: the longest history that the source yields.
+    """
+
+    name: str
+    ids: tuple[IdFeature, ...] = ()
+    dense: tuple[DenseFeature, ...] = ()
+    time: bool = False
+    max_length: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Task:
+    """A binary label. ``condition`` names the task that must be positive for this label to be observed (conversion given click)."""
+
+    name: str
+    condition: str | None = None
+    weight: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataSchema:
+    """Everything a model and a trainer need to know of a data set."""
+
+    ids: tuple[IdFeature, ...] = ()
+    dense: tuple[DenseFeature, ...] = ()
+    sequences: tuple[SequenceFeature, ...] = ()
+    tasks: tuple[Task, ...]
+    group: bool = False
+    """Whether batches carry ``groups`` (user or request ids), for group AUC."""
+
+    def sequence(self, name: str) -> SequenceFeature:
+        """The sequence group of that name; KeyError if there is none."""
+        return {s.name: s for s in self.sequences}[name]
+
+    def all_id_features(self) -> dict[str, IdFeature]:
+        """Every id column by its batch key, histories included (``{group}.{feature}``), in batch order."""
+        out = {f.name: f for f in self.ids}
+        for group in self.sequences:
+            out.update({f"{group.name}.{f.name}": f for f in group.ids})
+        return out
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataSource:
+    """A named source of batches.
+
+    Args:
+        name: the name used in ``[data] source = ...``.
+        summary: one line for tables.
+        load: ``module:callable``; called with the options as keyword arguments, returns a ``Source``.
+        options: optional ``module:class`` of the pydantic model that validates the options.
+    """
+
+    name: str
+    summary: str
+    load: str
+    options: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shard:
+    """The part of each global batch that one rank reads."""
+
+    rank: int = 0
+    world: int = 1
+
+
+class Source(Protocol):
+    """What a data source loads.
+
+    Splits are ``train`` and ``test``. A *global* batch holds ``batch_size`` rows; the rank gets its contiguous share of each one, so that the rows a
+    step trains on do not depend on the number of ranks.
+    """
+
+    def schema(self) -> DataSchema:
+        """The schema, available before any batch is read."""
+        ...
+
+    def rows(self, split: str) -> int:
+        """How many rows the split has over all ranks."""
+        ...
+
+    def batches(
+        self, split: str, *, batch_size: int, shard: Shard = Shard(), seed: int | None = None, epoch: int = 0, start: int = 0
+    ) -> Iterator[Any]:
+        """Yield ``gem_core.batch.Batch`` on the CPU.
+
+        Args:
+            split: ``train`` or ``test``.
+            batch_size: rows of the global batch; the last one may be short.
+            shard: this rank's share.
+            seed: shuffle seed; None keeps the source's own order.
+            epoch: changes the shuffle.
+            start: number of global batches of this epoch to skip, for resuming.
+        """
+        ...
+
+    def baselines(self) -> dict[str, dict[str, dict[str, float]]]:
+        """Reference figures on the test split: ``{baseline: {task: {"auc": .., "ne": ..}}}``; empty where none is known."""
+        ...
+
+    def ledger(self) -> dict[str, int]:
+        """Rows read, kept by split and dropped by reason; ``read`` equals the sum of the rest."""
+        ...
