@@ -30,7 +30,9 @@ def check_imports(package: str) -> int:
 
 def check_plugin(package: str) -> None:
     """The command lists the package's plugin as loaded, and listing plugins imports no torch."""
-    listed = subprocess.run([str(Path(sys.executable).with_name("gem")), "plugins", "list", "--json"], capture_output=True, text=True, check=True).stdout
+    listed = subprocess.run(
+        [str(Path(sys.executable).with_name("gem")), "plugins", "list", "--json"], capture_output=True, text=True, check=True
+    ).stdout
     status = {plugin["name"]: plugin["status"] for plugin in json.loads(listed)}
     assert status.get(package) == "loaded", f"{package} is {status.get(package)!r} in {status}"
     probe = "import sys; from gem_core.plugins.manager import host; host(); sys.exit('torch' in sys.modules)"

@@ -4,14 +4,16 @@ All id columns of a batch lie in one ``values`` tensor with one running ``offset
 torchrec ``KeyedJaggedTensor``: a converter copies nothing. Offsets are int64 throughout.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any, Self
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from gem_core.spec.data import Shard
 from gem_core.spec.errors import RequestError
 
 
@@ -49,7 +51,9 @@ def check_offsets(offsets: Tensor, total: int, what: str) -> None:
     """Raise RequestError unless ``offsets`` starts at 0, never falls and ends at ``total``. Synchronises; for CPU tensors and checked mode."""
     asked = f"jagged tensor {what!r}"
     if offsets.dtype != torch.int64 or offsets.dim() != 1 or offsets.numel() < 1:
-        raise RequestError(asked, f"offsets are {offsets.dtype} of shape {list(offsets.shape)}", "Give one-dimensional int64 offsets with rows + 1 entries.")
+        raise RequestError(
+            asked, f"offsets are {offsets.dtype} of shape {list(offsets.shape)}", "Give one-dimensional int64 offsets with rows + 1 entries."
+        )
     if int(offsets[0]) != 0:
         raise RequestError(asked, f"the first offset is {int(offsets[0])}", "Offsets start at 0.")
     falls = (offsets.diff() < 0).nonzero()
@@ -58,6 +62,13 @@ def check_offsets(offsets: Tensor, total: int, what: str) -> None:
         raise RequestError(asked, f"offsets fall from {int(offsets[index])} to {int(offsets[index + 1])} at index {index}", "Offsets never fall.")
     if int(offsets[-1]) != total:
         raise RequestError(asked, f"last offset {int(offsets[-1])} but {total} values", "The last offset is the number of values.")
+
+
+def _as_ids(values: Tensor, what: str) -> Tensor:
+    """``values`` as int64. An empty tensor may have any dtype: a rank without ids often holds torch's default, float32."""
+    if values.numel() and (values.is_floating_point() or values.is_complex() or values.dtype == torch.bool):
+        raise RequestError(f"ids of {what}", f"they are {values.dtype}", "Ids are integers; put numbers into a dense feature.")
+    return values.to(torch.int64)
 
 
 @dataclass(frozen=True)
@@ -80,6 +91,9 @@ class KeyedJagged:
     starts: tuple[int, ...]
     max_lengths: tuple[int, ...]
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "values", _as_ids(self.values, "a keyed jagged tensor"))
+
     @classmethod
     def from_columns(cls, columns: Mapping[str, Jagged], rows: int) -> Self:
         """Pack CPU columns, checking each one."""
@@ -88,7 +102,7 @@ class KeyedJagged:
             check_offsets(column.offsets, column.values.shape[0], key)
             if column.rows != rows:
                 raise RequestError(f"column {key!r}", f"it has {column.rows} rows, the batch has {rows}", "Give every column the same rows.")
-            values.append(column.values.to(torch.int64))
+            values.append(_as_ids(column.values, repr(key)))
             offsets.append(column.offsets[1:] + base)
             base += column.values.shape[0]
             starts.append(base)
@@ -102,6 +116,11 @@ class KeyedJagged:
 
     def __contains__(self, key: str) -> bool:
         return key in self._index
+
+    def ids(self, key: str) -> Tensor:
+        """The ids of the column ``key``, a view ``[ids]``."""
+        i = self._index[key]
+        return self.values[self.starts[i] : self.starts[i + 1]]
 
     def __getitem__(self, key: str) -> Jagged:
         """The column ``key``: its values are a view, its offsets start at 0."""
@@ -126,6 +145,33 @@ class KeyedJagged:
             tuple(starts),
             tuple(c.max_length for c in columns.values()),
         )
+
+    def check_ids(self, limits: Mapping[str, tuple[str, int]]) -> None:
+        """Raise RequestError unless each feature of ``limits`` is here, the offsets are sound and every id has a row in its table.
+
+        Ids and offsets are read on the host, so on a device only the presence of the features is checked.
+
+        Args:
+            limits: ``{feature: (table, rows)}``.
+        """
+        for key in limits:
+            if key not in self:
+                so = f"the batch has {', '.join(self.keys) or 'no id columns'}"
+                raise RequestError(f"look-up of feature {key!r}", so, "Let the data source and the model use one schema.")
+        if self.values.device.type != "cpu":
+            return
+        if self.offsets.numel() != len(self.keys) * self.rows + 1:
+            so = f"{self.offsets.numel()} offsets for {len(self.keys)} columns of {self.rows} rows"
+            raise RequestError("keyed jagged tensor", so, "Give columns * rows + 1 offsets.")
+        check_offsets(self.offsets, self.values.shape[0], ", ".join(self.keys))
+        for key, (table, rows) in limits.items():
+            ids = self.ids(key)
+            if not ids.numel():
+                continue
+            low, high = (int(bound) for bound in torch.aminmax(ids))
+            if low < 0 or high >= rows:
+                so = f"id {low if low < 0 else high} is not a row of table {table!r}, which has {rows}"
+                raise RequestError(f"ids of feature {key!r}", so, "Map unknown values to row 0, or declare the feature's true cardinality.")
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "KeyedJagged":
         return replace(self, values=self.values.to(device, non_blocking=non_blocking), offsets=self.offsets.to(device, non_blocking=non_blocking))
@@ -188,3 +234,45 @@ class Batch:
         for task, weight in self.weights.items():
             if not bool(torch.isfinite(weight).all()) or bool((weight < 0).any()):
                 raise RequestError(f"weight of {task!r}", "it holds a negative or non-finite value", "Weights are finite and not negative.")
+
+
+def range_index(begin: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+    """Positions ``begin[r] .. begin[r] + lengths[r] - 1`` of every row, row after row, and the offsets ``[rows + 1]`` of the packed result; int64.
+
+    Indexing packed columns with the positions gathers any rows of a jagged table at once.
+    """
+    offsets = lengths_to_offsets(lengths)
+    shift = torch.repeat_interleave(begin - offsets[:-1], lengths)
+    return torch.arange(shift.numel(), device=begin.device) + shift, offsets
+
+
+def epoch_batches(
+    rows: int, *, batch_size: int, shard: Shard = Shard(), seed: int | None = None, epoch: int = 0, start: int = 0
+) -> Iterator[tuple[Tensor, int]]:
+    """The row numbers that one rank reads at each step of an epoch, by the rules of ``gem_core.spec.data.Source``.
+
+    The order depends on ``seed`` and ``epoch`` alone. Each global batch is cut into one contiguous share a rank, whose sizes differ by one row at
+    most; every rank sees the same number of steps, and the last one may leave a rank without rows.
+
+    Yields:
+        ``(index, global_rows)``: int64 row numbers of this rank, and the rows of the step over all ranks.
+
+    Raises:
+        RequestError: a count is out of range; raised by the call, before the first batch.
+    """
+    if batch_size < 1:
+        raise RequestError("batches", f"batch_size is {batch_size}", "Give a batch of one row or more.")
+    if not 0 <= shard.rank < shard.world:
+        raise RequestError("batches", f"rank {shard.rank} of {shard.world}", "Give a rank from 0 to world - 1.")
+    for name, value in (("seed", seed or 0), ("epoch", epoch), ("start", start)):
+        if value < 0:
+            raise RequestError("batches", f"{name} is {value}", "Give 0 or more.")
+    return _epoch_batches(rows, batch_size, shard, seed, epoch, start)
+
+
+def _epoch_batches(rows: int, batch_size: int, shard: Shard, seed: int | None, epoch: int, start: int) -> Iterator[tuple[Tensor, int]]:
+    order = torch.arange(rows) if seed is None else torch.from_numpy(np.random.default_rng([seed, epoch]).permutation(rows))
+    for first in range(start * batch_size, rows, batch_size):
+        count = min(batch_size, rows - first)
+        low, high = (first + count * r // shard.world for r in (shard.rank, shard.rank + 1))
+        yield order[low:high], count

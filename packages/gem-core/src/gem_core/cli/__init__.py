@@ -1,0 +1,1 @@
+"""The ``gem`` command: one file for each sub-command, imported when it is used."""

@@ -1,0 +1,1 @@
+"""Configuration: TOML read into typed models, with the origin of every value."""

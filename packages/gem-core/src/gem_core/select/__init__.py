@@ -1,0 +1,1 @@
+"""Choosing kernels: which backend runs an op for a request, and why the others do not. Imports no torch."""

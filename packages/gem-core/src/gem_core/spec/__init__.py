@@ -2,7 +2,18 @@
 
 from gem_core.spec.cli import CliCommand
 from gem_core.spec.data import DataSchema, DataSource, DenseFeature, IdFeature, SequenceFeature, Shard, Source, Task
-from gem_core.spec.embedding import EmbeddingEngine, Embeddings, SparseOptimizer, TableSpec
+from gem_core.spec.embedding import (
+    ADAM_BETAS,
+    EmbeddingEngine,
+    Embeddings,
+    SparseOptimizer,
+    TableSpec,
+    check_import,
+    check_lr,
+    check_tables,
+    table_seed,
+    table_state,
+)
 from gem_core.spec.errors import GemError, KernelUnavailable, MachineError, PluginError, RequestError, RunFailed
 from gem_core.spec.events import CheckpointInfo, RunInfo, StepInfo
 from gem_core.spec.kernels import DEVICES, DTYPES, KernelImpl, KernelRequest, OpSpec, load_object
@@ -12,6 +23,7 @@ from gem_core.spec.parallel import STAGES, ParallelContext, ParallelStrategy, St
 from gem_core.spec.precision import Precision, PrecisionDecision, PrecisionRecipe
 
 __all__ = [
+    "ADAM_BETAS",
     "DEVICES",
     "DTYPES",
     "ENTRY_POINT_GROUP",
@@ -52,7 +64,12 @@ __all__ = [
     "Task",
     "Tier",
     "Topology",
+    "check_import",
+    "check_lr",
+    "check_tables",
     "hookimpl",
     "hookspec",
     "load_object",
+    "table_seed",
+    "table_state",
 ]

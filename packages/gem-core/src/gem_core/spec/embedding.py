@@ -1,8 +1,16 @@
 """Declaration of an embedding engine and the protocol of what it loads."""
 
-from collections.abc import Sequence
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
+
+from gem_core.spec.errors import RequestError
+
+POOLINGS = ("none", "sum", "mean")
+SPARSE_OPTIMIZERS = ("rowwise_adagrad", "sgd", "adam")
+ADAM_BETAS = (0.9, 0.999)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,7 +36,14 @@ class TableSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SparseOptimizer:
-    """Update rule of the tables: ``rowwise_adagrad``, ``sgd`` or ``adam``; learning rate and epsilon."""
+    """Update rule of the tables: ``rowwise_adagrad``, ``sgd`` or ``adam``; learning rate and epsilon.
+
+    Only rows that were looked up change. With ``g`` the summed gradient of a row:
+
+    - ``sgd``: ``w -= lr * g``
+    - ``rowwise_adagrad``: ``state += mean(g ** 2)``, ``w -= lr * g / (sqrt(state) + eps)``
+    - ``adam``: moments with ``ADAM_BETAS``, bias-corrected by the number of updates of the engine, ``w -= lr * m / (sqrt(v) + eps)``
+    """
 
     name: str = "rowwise_adagrad"
     lr: float = 0.05
@@ -62,7 +77,7 @@ class Embeddings(Protocol):
     def __call__(self, features: Any) -> dict[str, Any]: ...
 
     def set_lr(self, lr: float) -> None:
-        """Learning rate of the next update; call it before backward, since some engines update their tables inside backward."""
+        """Learning rate of the next update; call it before the forward pass, since some engines update their tables inside backward."""
         ...
 
     def step(self) -> None:
@@ -74,9 +89,85 @@ class Embeddings(Protocol):
     def table_names(self) -> Sequence[str]: ...
 
     def export_tables(self) -> dict[str, dict[str, Any]]:
-        """``{table: {"weight": [rows, dim], "state": ...}}`` on the CPU; ``state`` is ``[rows]`` for row-wise AdaGrad. Collective when sharded."""
+        """Whole tables as float32 CPU tensors, ``{table: {name: tensor}}`` with the names and shapes of ``table_state``. Collective when sharded."""
         ...
 
     def import_tables(self, tables: dict[str, dict[str, Any]]) -> None:
-        """Load what ``export_tables`` gave, from any engine. Collective when sharded."""
+        """Load what any engine's ``export_tables`` gave; tables with only ``weight`` get fresh optimiser state. Collective when sharded."""
         ...
+
+
+def table_state(table: TableSpec, optimizer: SparseOptimizer) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of a table's exported tensors: ``weight`` first, then the optimiser's.
+
+    Row-wise AdaGrad has ``state`` ``[rows]``; Adam has ``exp_avg`` and ``exp_avg_sq`` ``[rows, dim]`` and the int64 scalar ``step``; SGD has none.
+    """
+    full = (table.rows, table.dim)
+    slots: dict[str, dict[str, tuple[int, ...]]] = {
+        "sgd": {},
+        "rowwise_adagrad": {"state": (table.rows,)},
+        "adam": {"exp_avg": full, "exp_avg_sq": full, "step": ()},
+    }
+    return {"weight": full, **slots[optimizer.name]}
+
+
+def table_seed(seed: int, table: str) -> int:
+    """Seed of the generator that draws a table's first weights: the same for every engine and number of ranks.
+
+    Every engine draws ``torch.empty(rows, dim).uniform_(-init_scale, init_scale, generator=g)`` with a CPU generator of this seed.
+    """
+    return int.from_bytes(hashlib.sha256(f"{seed}/{table}".encode()).digest()[:8], "big") >> 1
+
+
+def check_tables(tables: Sequence[TableSpec], optimizer: SparseOptimizer) -> None:
+    """Raise RequestError unless the tables and the optimiser are ones that an engine can build."""
+    owners: dict[str, str] = {}
+    seen: dict[str, TableSpec] = {}
+    for table in tables:
+        asked = f"table {table.name!r}"
+        if table.name in seen:
+            so = f"it is declared twice, with pooling {seen[table.name].pooling!r} and {table.pooling!r}"
+            raise RequestError(asked, so, "Declare a table once, with all its features; features that pool differently need tables of their own.")
+        seen[table.name] = table
+        if table.pooling not in POOLINGS:
+            raise RequestError(asked, f"its pooling is {table.pooling!r}", f"Choose one of {', '.join(POOLINGS)}.")
+        if table.rows < 1 or table.dim < 1 or not table.features:
+            raise RequestError(asked, f"it has {table.rows} rows of width {table.dim} and {len(table.features)} features", "Each must be at least 1.")
+        if not (math.isfinite(table.init_scale) and table.init_scale >= 0):
+            raise RequestError(asked, f"init_scale is {table.init_scale}", "Give a finite value that is not negative.")
+        for feature in table.features:
+            if feature in owners:
+                so = f"tables {owners[feature]!r} and {table.name!r} both list it"
+                raise RequestError(f"feature {feature!r}", so, "List a feature once, in one table.")
+            owners[feature] = table.name
+    if optimizer.name not in SPARSE_OPTIMIZERS:
+        raise RequestError(f"table optimiser {optimizer.name!r}", "there is no such rule", f"Choose one of {', '.join(SPARSE_OPTIMIZERS)}.")
+    if not (math.isfinite(optimizer.eps) and optimizer.eps > 0):
+        raise RequestError(f"table optimiser {optimizer.name!r}", f"eps is {optimizer.eps}", "Give a small positive number.")
+    check_lr(optimizer.lr)
+
+
+def check_lr(lr: float) -> None:
+    """Raise RequestError unless ``lr`` is finite and not negative."""
+    if not (math.isfinite(lr) and lr >= 0):
+        raise RequestError("learning rate of the tables", f"it is {lr}", "Give a finite number that is not negative.")
+
+
+def check_import(tables: Sequence[TableSpec], optimizer: SparseOptimizer, entries: Mapping[str, Mapping[str, Any]]) -> None:
+    """Raise RequestError unless ``entries`` holds each table with ``weight`` alone or all of ``table_state``, in the right shapes."""
+    names = {table.name for table in tables}
+    if set(entries) != names:
+        missing, extra = sorted(names - set(entries)), sorted(set(entries) - names)
+        raise RequestError("import of tables", f"missing {missing}, not in this model {extra}", "Load a checkpoint of the same model.")
+    for table in tables:
+        wanted, given = table_state(table, optimizer), entries[table.name]
+        if set(given) not in ({"weight"}, set(wanted)):
+            so = f"it holds {sorted(given)}, optimiser {optimizer.name!r} keeps {sorted(wanted)}"
+            raise RequestError(f"import of table {table.name!r}", so, "Use the optimiser of the checkpoint, or import the weights alone.")
+        for name, tensor in given.items():
+            if tuple(tensor.shape) != wanted[name]:
+                so = f"{name!r} has shape {list(tensor.shape)}, the table wants {list(wanted[name])}"
+                raise RequestError(f"import of table {table.name!r}", so, "Load a checkpoint of the same model.")
+    steps = {int(entry["step"]) for entry in entries.values() if "step" in entry}
+    if len(steps) > 1:
+        raise RequestError("import of tables", f"their update counts differ: {sorted(steps)}", "Load tables that were exported together.")

@@ -22,37 +22,37 @@ from gem_core.spec.precision import PrecisionRecipe
 
 @hookspec
 def gem_kernel_ops() -> Sequence[OpSpec]:  # type: ignore[empty-body]
-    """Declare ops. Called once, on first use of the kernel registry."""
+    """Declare ops. Called once, when the first declaration of any kind is needed."""
 
 
 @hookspec
 def gem_kernel_impls() -> Sequence[KernelImpl]:  # type: ignore[empty-body]
-    """Declare kernels for ops, one's own or others'. Called once, on first use of the kernel registry."""
+    """Declare kernels for ops, one's own or others'. Called once, when the first declaration of any kind is needed."""
 
 
 @hookspec
 def gem_precision_recipes() -> Sequence[PrecisionRecipe]:  # type: ignore[empty-body]
-    """Declare precision recipes. Called when a run is composed and by ``gem plugins``."""
+    """Declare precision recipes. Called once, when the first declaration of any kind is needed."""
 
 
 @hookspec
 def gem_parallel_strategies() -> Sequence[ParallelStrategy]:  # type: ignore[empty-body]
-    """Declare parallel strategies. Called when a run is composed and by ``gem plugins``."""
+    """Declare parallel strategies. Called once, when the first declaration of any kind is needed."""
 
 
 @hookspec
 def gem_embedding_engines() -> Sequence[EmbeddingEngine]:  # type: ignore[empty-body]
-    """Declare embedding engines. Called when a run is composed and by ``gem plugins``."""
+    """Declare embedding engines. Called once, when the first declaration of any kind is needed."""
 
 
 @hookspec
 def gem_data_sources() -> Sequence[DataSource]:  # type: ignore[empty-body]
-    """Declare data sources. Called when a run is composed and by ``gem plugins``."""
+    """Declare data sources. Called once, when the first declaration of any kind is needed."""
 
 
 @hookspec
 def gem_models() -> Sequence[ModelSpec]:  # type: ignore[empty-body]
-    """Declare models. Called when a run is composed and by ``gem plugins``."""
+    """Declare models. Called once, when the first declaration of any kind is needed."""
 
 
 @hookspec(firstresult=True)

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
 
-DTYPES = ("fp64", "fp32", "bf16", "fp16")
-"""Short names of the dtypes a request can carry."""
+DTYPES = ("fp64", "fp32", "bf16", "fp16", "int64", "int32", "bool")
+"""Short names of the dtypes a request can carry; the last three only for ops that move values and compute nothing."""
 
 DEVICES = ("cpu", "cuda", "interpreter")
 """``interpreter`` is the CPU with ``TRITON_INTERPRET=1``."""

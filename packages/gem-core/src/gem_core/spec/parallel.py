@@ -48,6 +48,8 @@ class ParallelStrategy:
         summary: one line for tables.
         load: ``module:callable``; called with the options as keyword arguments, returns a ``Strategy``.
         options: optional ``module:class`` of the pydantic model that validates the options.
+        on_meta: whether ``apply`` is given the module on the meta device, before its weights exist. The others are applied, in the same order of
+            stages, right after the weights have been made.
     """
 
     name: str
@@ -55,6 +57,7 @@ class ParallelStrategy:
     summary: str
     load: str
     options: str | None = None
+    on_meta: bool = False
 
 
 class Strategy(Protocol):

@@ -1,0 +1,40 @@
+"""What a plugin needs to test itself: the conformance suite of an op, Hypothesis strategies, error bounds, stand-in plugins.
+
+pytest and Hypothesis (the extra ``gem-core[testing]``) are imported by the parts that use them.
+"""
+
+from typing import Any
+
+__all__ = [
+    "assert_as_accurate",
+    "assert_close",
+    "conformance_suite",
+    "fake_host",
+    "fake_module",
+    "fake_plugin",
+    "jagged_lengths",
+    "plain_precision",
+    "poisoned_memory",
+    "relative_error",
+]
+
+_HOMES = {
+    "assert_as_accurate": "close",
+    "assert_close": "close",
+    "relative_error": "close",
+    "conformance_suite": "conformance",
+    "fake_host": "plugins",
+    "fake_module": "plugins",
+    "fake_plugin": "plugins",
+    "jagged_lengths": "strategies",
+    "plain_precision": "memory",
+    "poisoned_memory": "memory",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -1,0 +1,1 @@
+"""A kernel backend that does not come from the GEM repository."""

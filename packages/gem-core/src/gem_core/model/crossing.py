@@ -1,0 +1,62 @@
+"""From non-sequence tokens to the weights that personalise sequences (InterFormer arXiv 2411.09852, Kunlun arXiv 2602.10016)."""
+
+import torch
+from torch import Tensor, nn
+
+from gem_core.model.layers import Mlp, TokenMix, pair_width
+
+
+class WeightGen(nn.Module):
+    """Summary tokens: ``X_sum = N(C X + MLP(C X))`` with C a map of tokens: ``[rows, tokens, dim] -> [rows, summary, dim]``."""
+
+    def __init__(self, tokens: int, summary: int, dim: int) -> None:
+        super().__init__()
+        self.compress = TokenMix(tokens, summary)
+        self.mlp = Mlp(dim, (2 * dim,), dim)
+        self.norm = nn.LayerNorm(dim)
+        self.summary, self.dim = summary, dim
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.compress(x)
+        out: Tensor = self.norm(z + self.mlp(z))
+        return out
+
+    def flops(self, rows: int) -> int:
+        return self.compress.flops(rows, self.dim) + self.mlp.flops(rows * self.summary)
+
+
+class KeyValues(nn.Module):
+    """Keys ``K = W1(sources)`` and values ``V = W2(sources)`` of one sequence group, generated for each row.
+
+    Every source token gives ``per_token`` pairs, so a row has ``sources * per_token`` of them: the hidden units of its own feed-forward network. A
+    learned part that all rows share is added, so the network is an ordinary one plus what the row changes.
+
+    ``[rows, sources, dim] -> two of [rows, keys, heads, head_dim]``.
+    """
+
+    def __init__(self, sources: int, per_token: int, dim: int, heads: int, head_dim: int) -> None:
+        super().__init__()
+        self.shape = (sources, per_token, heads, head_dim)
+        self.weight = nn.Parameter(torch.empty(2, per_token * heads * head_dim, dim))
+        self.shared = nn.Parameter(torch.empty(2, sources * per_token, heads, head_dim))
+        self.reset_parameters()
+
+    @property
+    def keys(self) -> int:
+        """Pairs of one row."""
+        return self.shape[0] * self.shape[1]
+
+    def reset_parameters(self) -> None:
+        width = self.weight.shape[2] ** -0.5
+        for i, scale in enumerate((1.0, self.keys**-0.5)):
+            nn.init.normal_(self.weight[i], std=width * scale)
+            nn.init.normal_(self.shared[i], std=scale)
+
+    def forward(self, sources: Tensor) -> tuple[Tensor, Tensor]:
+        _, _, heads, head_dim = self.shape
+        made = [nn.functional.linear(sources, weight).view(-1, self.keys, heads, head_dim) for weight in self.weight]
+        return made[0] + self.shared[0], made[1] + self.shared[1]
+
+    def flops(self, rows: int) -> int:
+        _, width, dim = self.weight.shape
+        return rows * self.shape[0] * 2 * pair_width(width, dim)

@@ -1,0 +1,165 @@
+"""Interaction experts over all tokens of a row, and their ensemble (DHEN arXiv 2203.11014 of Wukong arXiv 2403.02545 experts).
+
+Every expert maps ``[rows, tokens_in, dim] -> [rows, tokens_out, dim]`` and counts its FLOPs for a number of rows.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gem_core.model.layers import Mlp, TokenMix, pair_width, total
+from gem_core.model.options import CrossOptions, DeepOptions, LinearOptions, WukongOptions
+from gem_core.spec.errors import RequestError
+
+
+class Expert(nn.Module):
+    """Base of the experts: their sizes."""
+
+    def __init__(self, tokens_in: int, tokens_out: int, dim: int) -> None:
+        super().__init__()
+        self.tokens_in, self.tokens_out, self.dim = tokens_in, tokens_out, dim
+
+    def flops(self, rows: int) -> int:
+        """Forward model FLOPs of ``rows`` rows."""
+        raise NotImplementedError
+
+
+class WukongExpert(Expert):
+    """``concat(FMB(X), LCB(X))``: ``FMB = MLP(LN(flatten(X (X^T Y))))`` with Y learned, ``LCB = W X``."""
+
+    def __init__(self, tokens_in: int, tokens_out: int, dim: int, options: WukongOptions) -> None:
+        super().__init__(tokens_in, tokens_out, dim)
+        linear = tokens_out // 2 if options.linear_tokens is None else options.linear_tokens
+        self.machine_tokens = tokens_out - linear
+        if self.machine_tokens < 1:
+            raise RequestError(
+                f"wukong expert with linear_tokens = {linear}",
+                f"it has {tokens_out} tokens in all",
+                "Leave at least one to the factorisation machine.",
+            )
+        self.rank = tokens_in if options.rank is None else options.rank
+        self.compress = None if options.rank is None else nn.Parameter(torch.empty(tokens_in, options.rank))
+        self.norm = nn.LayerNorm(tokens_in * self.rank)
+        self.mlp = Mlp(tokens_in * self.rank, options.hidden, self.machine_tokens * dim, options.dropout)
+        self.linear = TokenMix(tokens_in, linear) if linear else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        if self.compress is not None:
+            nn.init.normal_(self.compress, std=self.tokens_in**-0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        other = x if self.compress is None else torch.matmul(self.compress.t(), x)
+        pairs = torch.matmul(x, other.transpose(1, 2).to(x.dtype))
+        machine: Tensor = self.mlp(self.norm(pairs.flatten(1))).view(-1, self.machine_tokens, self.dim)
+        return machine if self.linear is None else torch.cat([machine, self.linear(x)], dim=1)
+
+    def flops(self, rows: int) -> int:
+        pairs = (1 if self.compress is None else 2) * self.dim * pair_width(self.tokens_in, self.rank)
+        linear = 0 if self.linear is None else self.linear.flops(rows, self.dim)
+        return rows * pairs + self.mlp.flops(rows) + linear
+
+
+class CrossExpert(Expert):
+    """Low-rank DCN v2 (arXiv 2008.13535) on the flattened tokens, ``x_{l+1} = x_0 * (U V x_l + b) + x_l``, then a map of tokens."""
+
+    def __init__(self, tokens_in: int, tokens_out: int, dim: int, options: CrossOptions) -> None:
+        super().__init__(tokens_in, tokens_out, dim)
+        width = tokens_in * dim
+        self.down = nn.ModuleList(nn.Linear(width, options.rank, bias=False) for _ in range(options.depth))
+        self.up = nn.ModuleList(nn.Linear(options.rank, width) for _ in range(options.depth))
+        self.mix = TokenMix(tokens_in, tokens_out)
+        self.dropout = nn.Dropout(options.dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = crossed = x.flatten(1)
+        for down, up in zip(self.down, self.up):
+            crossed = first * up(down(crossed)) + crossed
+        return self.dropout(self.mix(crossed.view(-1, self.tokens_in, self.dim)))  # type: ignore[no-any-return]
+
+    def flops(self, rows: int) -> int:
+        matrices: Sequence[Any] = [*self.down, *self.up]
+        return rows * total(pair_width(m.in_features, m.out_features) for m in matrices) + self.mix.flops(rows, self.dim)
+
+
+class DeepExpert(Expert):
+    """A multi-layer perceptron on the flattened tokens."""
+
+    def __init__(self, tokens_in: int, tokens_out: int, dim: int, options: DeepOptions) -> None:
+        super().__init__(tokens_in, tokens_out, dim)
+        self.mlp = Mlp(tokens_in * dim, options.hidden, tokens_out * dim, options.dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mlp(x.flatten(1)).view(-1, self.tokens_out, self.dim)  # type: ignore[no-any-return]
+
+    def flops(self, rows: int) -> int:
+        return self.mlp.flops(rows)
+
+
+class LinearExpert(Expert):
+    """A map of tokens."""
+
+    def __init__(self, tokens_in: int, tokens_out: int, dim: int, options: LinearOptions) -> None:
+        super().__init__(tokens_in, tokens_out, dim)
+        self.mix = TokenMix(tokens_in, tokens_out)
+        self.dropout = nn.Dropout(options.dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.dropout(self.mix(x))  # type: ignore[no-any-return]
+
+    def flops(self, rows: int) -> int:
+        return self.mix.flops(rows, self.dim)
+
+
+EXPERTS: dict[type, type[Any]] = {
+    WukongOptions: WukongExpert,
+    CrossOptions: CrossExpert,
+    DeepOptions: DeepExpert,
+    LinearOptions: LinearExpert,
+}
+
+
+class Ensemble(nn.Module):
+    """``X' = N(experts(Z) + R(X))`` with ``Z`` all tokens of the layer, ``X`` those that the last layer made.
+
+    Args:
+        tokens_in: tokens of ``Z``.
+        carried: tokens of ``X``; R is the identity if ``tokens_out`` equals it, else a learned map of tokens.
+        tokens_out: tokens of the result.
+        dim: width of a token.
+        experts: options of each expert.
+        join: ``sum`` adds the experts' outputs, ``concat`` gives each its share of the output tokens.
+        partition: each expert sees its share of ``Z``, dealt out in turn, instead of the whole.
+        dropout: on the experts' joint output.
+    """
+
+    def __init__(
+        self, tokens_in: int, carried: int, tokens_out: int, dim: int, experts: Sequence[Any], *, join: str, partition: bool, dropout: float
+    ) -> None:
+        super().__init__()
+        count = len(experts)
+        if partition and tokens_in < count:
+            raise RequestError(
+                f"{count} experts on a partition", f"the layer has {tokens_in} tokens", "Ask for fewer experts, or set partition = false."
+            )
+        if join == "concat" and tokens_out < count:
+            raise RequestError(f"{count} experts side by side", f"the layer gives {tokens_out} tokens", "Ask for fewer experts or more tokens.")
+        self.join, self.partition, self.count = join, partition, count
+        sees = [len(range(i, tokens_in, count)) if partition else tokens_in for i in range(count)]
+        gives = [len(range(i, tokens_out, count)) if join == "concat" else tokens_out for i in range(count)]
+        self.experts = nn.ModuleList(EXPERTS[type(o)](sees[i], gives[i], dim, o) for i, o in enumerate(experts))
+        self.shortcut = None if carried == tokens_out else TokenMix(carried, tokens_out)
+        self.norm = nn.LayerNorm(dim)
+        self.dropout = nn.Dropout(dropout)
+        self.dim = dim
+
+    def forward(self, z: Tensor, x: Tensor) -> Tensor:
+        outputs = [expert(z[:, i :: self.count] if self.partition else z) for i, expert in enumerate(self.experts)]
+        joined = torch.cat(outputs, dim=1) if self.join == "concat" else sum(outputs[1:], start=outputs[0])
+        return self.norm(self.dropout(joined) + (x if self.shortcut is None else self.shortcut(x)))  # type: ignore[no-any-return]
+
+    def flops(self, rows: int) -> int:
+        experts: Sequence[Any] = list(self.experts)
+        return total(expert.flops(rows) for expert in experts) + (0 if self.shortcut is None else self.shortcut.flops(rows, self.dim))

@@ -1,0 +1,135 @@
+"""Small modules that all models use. Each counts its own forward model FLOPs: matmuls only, 2 m n k."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gem_core.ops.slot import KernelSlot, kernel_slots
+from gem_core.spec.kernels import KernelRequest
+
+
+def compute_dtype(tensor: Tensor) -> torch.dtype:
+    """The dtype a kernel is called with: autocast's where it is on, else the tensor's own."""
+    kind = tensor.device.type
+    if tensor.dtype != torch.float64 and torch.is_autocast_enabled(kind):
+        return torch.get_autocast_dtype(kind)
+    return tensor.dtype
+
+
+def together(first: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
+    """The tensors in one dtype, ``compute_dtype(first)``: under autocast a linear layer and a parameter differ."""
+    dtype = compute_dtype(first)
+    return tuple(t.to(dtype) for t in (first, *rest))
+
+
+def pair_width(dim: int, out: int) -> int:
+    """Model FLOPs of one row through a ``dim`` x ``out`` matrix."""
+    return 2 * dim * out
+
+
+class TokenMix(nn.Module):
+    """A learned map of tokens, the same for every channel: ``[rows, tokens_in, dim] -> [rows, tokens_out, dim]``."""
+
+    def __init__(self, tokens_in: int, tokens_out: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(tokens_out, tokens_in))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=self.weight.shape[1] ** -0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.matmul(self.weight, x)
+
+    def flops(self, rows: int, dim: int) -> int:
+        return rows * dim * pair_width(*self.weight.shape)
+
+
+class LearnedToken(nn.Module):
+    """One learned token, the same for every row: ``rows -> [rows, 1, dim]``."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(1, dim))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight)
+
+    def forward(self, rows: int) -> Tensor:
+        return self.weight.expand(rows, *self.weight.shape)
+
+
+class Mlp(nn.Sequential):
+    """Linear layers with GELU and dropout between them; the last one is linear."""
+
+    def __init__(self, dim: int, hidden: Sequence[int], out: int, dropout: float = 0.0) -> None:
+        layers: list[nn.Module] = []
+        for width in hidden:
+            layers += [nn.Linear(dim, width), nn.GELU(), nn.Dropout(dropout)]
+            dim = width
+        super().__init__(*layers, nn.Linear(dim, out))
+
+    def flops(self, rows: int) -> int:
+        return rows * sum(pair_width(m.in_features, m.out_features) for m in self if isinstance(m, nn.Linear))
+
+
+class NormLinear(nn.Module):
+    """A linear map with a norm before it or after it, through the ``norm_linear`` op: ``[..., dim] -> [..., out]``.
+
+    Args:
+        dim: input width.
+        out: output width.
+        where: ``before`` or ``after`` the matmul. After it the norm has a learned gain; before it the matrix holds that gain.
+        residual: whether calls add a residual before the norm (``after`` only).
+        norm: ``rms`` or ``layer``.
+    """
+
+    def __init__(self, dim: int, out: int, *, where: str = "before", residual: bool = False, norm: str = "rms") -> None:
+        super().__init__()
+        self.where, self.dim, self.out, self.norm = where, dim, out, norm
+        self.linear = nn.Linear(dim, out)
+        self.gain = nn.Parameter(torch.empty(out)) if where == "after" else None
+        features = [norm, where, *(["affine"] if where == "after" else []), *(["residual"] if residual else [])]
+        self.slot = KernelSlot("norm_linear", features=tuple(features))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        if self.gain is not None:
+            nn.init.ones_(self.gain)
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        dtype = compute_dtype(x)
+        gain = None if self.gain is None else self.gain.to(dtype)
+        residual = None if residual is None else residual.to(dtype)
+        weight, bias = self.linear.weight.to(dtype), self.linear.bias.to(dtype)
+        out: Tensor = self.slot(x.to(dtype), weight, bias, norm=self.norm, where=self.where, gamma=gain, residual=residual)
+        return out
+
+    def flops(self, tokens: int) -> int:
+        return tokens * pair_width(self.dim, self.out)
+
+
+class DenseModel(nn.Module):
+    """What every model does the same way: initialise itself, and list the kernels its layers will ask for."""
+
+    def reset_parameters(self) -> None:
+        """Initialise every parameter and buffer from torch's generator: the way to fill a model that was made on the meta device."""
+        for module in self.modules():
+            reset = getattr(module, "reset_parameters", None)
+            if reset is not None and module is not self:
+                reset()
+
+    def kernel_requests(self, *, device: str, dtype: str, arch: int | None, backward: bool) -> list[KernelRequest]:
+        """One request for each different call that the layers make."""
+        requests: dict[KernelRequest, None] = {}
+        for slot in kernel_slots(self):
+            requests[slot.request(device=device, dtype=dtype, arch=arch, backward=backward)] = None
+        return list(requests)
+
+
+def total(counts: Iterable[Any]) -> int:
+    """Exact integer sum; counts may be numpy integers."""
+    return sum(int(count) for count in counts)

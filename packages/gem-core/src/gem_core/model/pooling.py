@@ -1,0 +1,101 @@
+"""Hierarchical seed pooling: a few tokens from a long history (HSP and SumKronLinear of Kunlun, arXiv 2602.10016)."""
+
+import torch
+from torch import Tensor, nn
+
+from gem_core.model.layers import NormLinear, pair_width, together
+from gem_core.model.options import SequenceOptions
+from gem_core.model.sequence import Events, Lengths
+from gem_core.ops.pooled_attention import flops as pooled_attention_flops
+from gem_core.ops.slot import KernelSlot
+
+
+class SumKronLinear(nn.Module):
+    """``Y = sum_i Z_i X W_i`` over ``rank`` terms: a map of tokens and channels at once, ``[rows, tokens_in, dim] -> [rows, tokens_out, out]``.
+
+    It has ``rank (tokens_in tokens_out + dim out)`` weights where a dense map has ``tokens_in tokens_out dim out``.
+    """
+
+    def __init__(self, tokens_in: int, tokens_out: int, dim: int, out: int, rank: int) -> None:
+        super().__init__()
+        self.tokens = nn.Parameter(torch.empty(rank, tokens_out, tokens_in))
+        self.channels = nn.Parameter(torch.empty(rank, dim, out))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        rank, _, tokens = self.tokens.shape
+        nn.init.normal_(self.tokens, std=tokens**-0.5)
+        nn.init.normal_(self.channels, std=(rank * self.channels.shape[1]) ** -0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rank, tokens, _ = self.tokens.shape
+        mixed = torch.matmul(self.tokens.flatten(0, 1), x).view(-1, rank, tokens, x.shape[-1])
+        return torch.einsum("brtd,rdo->bto", mixed, self.channels)
+
+    def flops(self, rows: int) -> int:
+        rank, tokens_out, tokens_in = self.tokens.shape
+        _, dim, out = self.channels.shape
+        return rows * rank * (dim * pair_width(tokens_in, tokens_out) + tokens_out * pair_width(dim, out))
+
+
+class SeedPooling(nn.Module):
+    """``H``: learned seeds and per-row queries attend to a group's events.
+
+    The seeds are shared by all rows, ``[seeds, heads, head_dim]``; what they find is folded to ``pooled_tokens`` tokens. A query (made from X_sum, or
+    the candidate itself) keeps a token of its own: what it found is added to it, so ``H`` says how the candidate relates to the history. Rows without
+    events find zeros.
+
+    ``[events, group dim], [rows, queries, dim] -> [rows, tokens, dim]``
+    """
+
+    def __init__(self, queries: int, dim: int, options: SequenceOptions) -> None:
+        super().__init__()
+        self.heads, self.head_dim, self.seed_count, self.queries = options.heads, options.dim // options.heads, options.seeds, queries
+        self.key_value = NormLinear(options.dim, 2 * options.dim, norm=options.norm)
+        folded = options.pooled_tokens or options.seeds
+        self.tokens = (folded if options.seeds else 0) + queries
+        self.seeds: nn.Parameter | None = None
+        self.fold: SumKronLinear | nn.Linear | None = None
+        if options.seeds:
+            self.seeds = nn.Parameter(torch.empty(options.seeds, self.heads, self.head_dim))
+            plain = options.pooled_tokens is None
+            self.fold = nn.Linear(options.dim, dim) if plain else SumKronLinear(options.seeds, folded, options.dim, dim, options.kron_rank)
+            self.norm = nn.LayerNorm(dim)
+        if queries:
+            self.query = NormLinear(dim, options.dim, norm=options.norm)
+            self.found = NormLinear(options.dim, dim, where="after", residual=True, norm=options.norm)
+        self.slot = KernelSlot("pooled_attention", head_dim=self.head_dim, features=("per_row_seeds",) if queries else ())
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        if self.seeds is not None:
+            nn.init.normal_(self.seeds)
+
+    def forward(self, events: Events, queries: Tensor) -> Tensor:
+        key, value = self.key_value(events.values).unflatten(-1, (2, self.heads, self.head_dim)).unbind(1)
+        asked: Tensor | None = self.seeds
+        if self.queries:
+            mine = self.query(queries).unflatten(-1, (self.heads, self.head_dim))
+            shared = () if self.seeds is None else (self.seeds.to(mine.dtype).expand(mine.shape[0], -1, -1, -1),)
+            asked = torch.cat([*shared, mine], dim=1)
+        q, k, v = together(asked, key, value)  # type: ignore[arg-type]
+        found = self.slot(q, k, v, events.offsets, max_k=events.max_length).flatten(2)
+        parts = []
+        if self.fold is not None:
+            parts.append(self.norm(self.fold(found[:, : self.seed_count])))
+        if self.queries:
+            parts.append(self.found(found[:, self.seed_count :], queries))
+        return torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
+
+    def flops(self, lengths: Lengths) -> int:
+        rows, dim = len(lengths), self.heads * self.head_dim
+        seeds = self.seed_count + self.queries
+        count = self.key_value.flops(int(lengths.sum()))
+        count += pooled_attention_flops(seeds=seeds, k_lengths=lengths, heads=self.heads, dim=self.head_dim)
+        if isinstance(self.fold, SumKronLinear):
+            count += self.fold.flops(rows)
+        elif self.fold is not None:
+            count += rows * self.seed_count * pair_width(dim, self.fold.out_features)
+        if self.queries:
+            count += self.query.flops(rows * self.queries) + self.found.flops(rows * self.queries)
+        return count

@@ -1,0 +1,233 @@
+"""Event tokens of a sequence group, its personalised feed-forward and its self-attention. All tensors are packed ``[events, dim]``."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+from gem_core.batch import Batch
+from gem_core.model.crossing import KeyValues
+from gem_core.model.jagged import from_end, row_of
+from gem_core.model.layers import NormLinear, pair_width, together
+from gem_core.model.options import SequenceOptions
+from gem_core.ops.block_attention import flops as block_attention_flops
+from gem_core.ops.gdpa import flops as gdpa_flops
+from gem_core.ops.jagged_attention import flops as jagged_attention_flops
+from gem_core.ops.slot import KernelSlot
+from gem_core.spec.data import SequenceFeature
+from gem_core.spec.errors import RequestError
+
+POSITION_BUCKETS = 32
+ROPE_BASE = 10000.0
+Lengths = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Events:
+    """Packed events of one group.
+
+    Args:
+        values: ``[events, dim]``.
+        offsets: ``[rows + 1]`` int64.
+        max_length: the longest row.
+        age: seconds from event to impression, ``[events]`` int64, None without times.
+        angles: rotary angles ``[events, head_dim / 2]``, None without rotation.
+    """
+
+    values: Tensor
+    offsets: Tensor
+    max_length: int
+    age: Tensor | None
+    angles: Tensor | None
+
+
+def log_buckets(buckets: int, octaves: float, device: torch.device) -> Tensor:
+    """Inner boundaries of ``buckets`` log-spaced buckets of whole numbers up to ``2 ** octaves``: ``[buckets - 1]`` int64, rising."""
+    edges = torch.logspace(0.0, octaves, buckets, base=2.0, dtype=torch.float64).ceil().to(torch.int64)[:-1]
+    floor = torch.arange(1, buckets, dtype=torch.int64)
+    return torch.maximum(edges, floor).to(device)
+
+
+class LogEmbedding(nn.Module):
+    """A learned vector for each log-spaced bucket of a whole number >= 0. The number stays int64 until it is a bucket: ``[n] -> [n, dim]``."""
+
+    boundaries: Tensor
+
+    def __init__(self, buckets: int, octaves: float, dim: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(buckets, dim))
+        self.octaves = octaves
+        self.register_buffer("boundaries", torch.empty(buckets - 1, dtype=torch.int64), persistent=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=0.1)
+        self.boundaries = log_buckets(self.weight.shape[0], self.octaves, self.boundaries.device)
+
+    def bucket(self, number: Tensor) -> Tensor:
+        return torch.bucketize(number, self.boundaries, right=True)
+
+    def forward(self, number: Tensor) -> Tensor:
+        return nn.functional.embedding(self.bucket(number), self.weight)
+
+
+def event_age(batch: Batch, group: str, row: Tensor) -> Tensor:
+    """Seconds from each event to its row's impression, at least 0: ``[events]`` int64."""
+    if batch.time is None:
+        raise RequestError(
+            f"ages of the events of {group!r}", "the batch has no impression times", "Give Batch.time, or declare the group without times."
+        )
+    return (batch.time[row] - batch.event_time[group]).clamp(min=0)
+
+
+class RotaryAngles(nn.Module):
+    """Angles of rotary embeddings by recency: ``[events, head_dim / 2]`` float32.
+
+    An event's place is the number of later events in its row; with times also ``log(1 + age / time_scale)`` (ROTE, Kunlun arXiv 2602.10016). Both
+    fall from old to new, so they add up instead of cancelling.
+    """
+
+    def __init__(self, head_dim: int, time_scale: float | None) -> None:
+        super().__init__()
+        self.pairs, self.time_scale = head_dim // 2, time_scale
+
+    def forward(self, place: Tensor, age: Tensor | None) -> Tensor:
+        where = place.to(torch.float32)
+        if self.time_scale is not None and age is not None:
+            where = where + torch.log1p(age.to(torch.float32) / self.time_scale)
+        exponent = -torch.arange(self.pairs, device=where.device, dtype=torch.float32) / self.pairs
+        return where[:, None] * torch.pow(ROPE_BASE, exponent)
+
+
+def rotate(x: Tensor, angles: Tensor) -> Tensor:
+    """Turn interleaved pairs of ``x`` ``[events, ..., head_dim]`` by ``angles`` ``[events, head_dim / 2]``; computed in float32 at least."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    turn = torch.polar(torch.ones_like(angles), angles).view(angles.shape[0], *[1] * (x.dim() - 2), angles.shape[1])
+    pairs = torch.view_as_complex(wide.reshape(*x.shape[:-1], angles.shape[1], 2))
+    return torch.view_as_real(pairs * turn).flatten(-2).to(x.dtype)
+
+
+class EventTokens(nn.Module):
+    """Side embeddings and event numbers through one matrix, plus the place and the age of the event, then a norm: ``[events, dim]``."""
+
+    def __init__(self, group: SequenceFeature, embedding_dim: int, options: SequenceOptions) -> None:
+        super().__init__()
+        self.group, self.width, self.dim = group, embedding_dim, options.dim
+        self.inputs = embedding_dim * len(group.ids) + sum(feature.width for feature in group.dense)
+        if options.rope == "time" and not group.time:
+            raise RequestError(
+                f"rope = 'time' for {group.name!r}", "the group carries no event times", f"Set sequences.{group.name}.rope to 'position'."
+            )
+        self.project = NormLinear(self.inputs, options.dim, where="after", residual=True, norm=options.norm) if self.inputs else None
+        self.place = LogEmbedding(POSITION_BUCKETS, 16.0, options.dim)
+        self.age = LogEmbedding(options.time_buckets, 32.0, options.dim) if group.time else None
+        rotary = options.rope != "off" and options.attention != "off"
+        self.rotary = RotaryAngles(options.dim // options.heads, options.time_scale if options.rope == "time" else None) if rotary else None
+
+    def forward(self, batch: Batch, embedded: dict[str, Tensor]) -> Events:
+        name, jagged = self.group.name, batch.event_offsets[self.group.name]
+        count = self.events(batch, embedded)
+        row = row_of(jagged.offsets, count)
+        place = from_end(jagged.offsets, row)
+        age = event_age(batch, name, row) if self.age is not None else None
+        when = self.place(place)
+        if self.age is not None:
+            when = when + self.age(age)
+        parts = [embedded[f"{name}.{feature.name}"][:, : self.width] for feature in self.group.ids]
+        parts += [batch.event_dense[f"{name}.{feature.name}"] for feature in self.group.dense]
+        values = when if self.project is None else self.project(torch.cat(parts, dim=-1), when)
+        angles = None if self.rotary is None else self.rotary(place, age)
+        return Events(values, jagged.offsets, jagged.max_length, age, angles)
+
+    def events(self, batch: Batch, embedded: dict[str, Tensor]) -> int:
+        """Number of events, from shapes; RequestError when the group's columns disagree."""
+        name = self.group.name
+        sizes = {f"{name}.{f.name}": embedded[f"{name}.{f.name}"].shape[0] for f in self.group.ids}
+        sizes |= {f"{name}.{f.name}": batch.event_dense[f"{name}.{f.name}"].shape[0] for f in self.group.dense}
+        if self.group.time:
+            sizes[f"{name}.time"] = batch.event_time[name].shape[0]
+        if len(set(sizes.values())) != 1:
+            raise RequestError(
+                f"sequence group {name!r}", f"its columns hold different numbers of events: {sizes}", "Every event has a value in each column."
+            )
+        return next(iter(sizes.values()))
+
+    def flops(self, events: int) -> int:
+        return 0 if self.project is None else self.project.flops(events)
+
+
+class PersonalFfn(nn.Module):
+    """GDPA-PFFN: a feed-forward network whose weights are generated for each row, seen as attention without softmax over its hidden units.
+
+    ``gdpa``: ``S + W_o f(W_q N(S) K^T / tau) V`` (Kunlun). ``fused``: the ``pffn`` op, ``RMSNorm(f(LN(S) K^T / tau) V + LN(S)) + S``.
+    """
+
+    def __init__(self, sources: int, dim: int, options: SequenceOptions) -> None:
+        super().__init__()
+        self.heads, self.head_dim, self.activation = options.heads, options.dim // options.heads, options.activation
+        self.scale = 1.0 / (options.tau or self.head_dim**0.5)
+        self.make = KeyValues(sources, options.keys_per_token, dim, self.heads, self.head_dim)
+        self.project = options.pffn == "gdpa"
+        act = f"act_{options.activation}"
+        if self.project:
+            self.query = NormLinear(options.dim, options.dim, norm=options.norm)
+            self.out = nn.Linear(options.dim, options.dim)
+            self.slot = KernelSlot("gdpa", head_dim=self.head_dim, features=("dense_kv", act))
+        else:
+            self.slot = KernelSlot("pffn", head_dim=self.head_dim, features=(act,))
+        self.dropout = nn.Dropout(options.dropout)
+
+    def forward(self, events: Events, sources: Tensor) -> Tensor:
+        key, value = self.make(sources)
+        values = self.query(events.values) if self.project else events.values
+        q, k, v = together(values.unflatten(-1, (self.heads, self.head_dim)), key, value)
+        how = {"max_q": events.max_length, "activation": self.activation, "scale": self.scale}
+        if not self.project:
+            return self.slot(q, k, v, events.offsets, **how).flatten(1)  # type: ignore[no-any-return]
+        out = self.slot(q, k, v, events.offsets, None, max_k=self.make.keys, **how)
+        return events.values + self.dropout(self.out(out.flatten(1)))  # type: ignore[no-any-return]
+
+    def flops(self, lengths: Lengths) -> int:
+        dim, events = self.heads * self.head_dim, int(lengths.sum())
+        projections = 2 * pair_width(dim, dim) if self.project else 0
+        attention = gdpa_flops(q_lengths=lengths, k_lengths=self.make.keys, heads=self.heads, dim=self.head_dim)
+        return self.make.flops(len(lengths)) + events * projections + attention
+
+
+class SelfAttention(nn.Module):
+    """``S + W_o Attention(N(S))`` within a window of events, or within blocks of neighbours, rotary on queries and keys."""
+
+    def __init__(self, options: SequenceOptions, longest: int) -> None:
+        super().__init__()
+        self.heads, self.head_dim, self.block = options.heads, options.dim // options.heads, options.block
+        self.blocks = options.attention == "block"
+        self.window = None if options.window is None or options.window >= longest - 1 else options.window
+        self.qkv = NormLinear(options.dim, 3 * options.dim, norm=options.norm)
+        self.out = nn.Linear(options.dim, options.dim)
+        self.dropout = nn.Dropout(options.dropout)
+        if self.blocks:
+            self.slot = KernelSlot("block_attention", head_dim=self.head_dim, features=("rope",) if options.rope != "off" else ())
+        else:
+            self.slot = KernelSlot("jagged_attention", head_dim=self.head_dim, features=() if self.window is None else ("window",))
+
+    def forward(self, events: Events) -> Tensor:
+        qkv = self.qkv(events.values).unflatten(-1, (3, self.heads, self.head_dim))
+        longest, offsets = events.max_length, events.offsets
+        if self.blocks:
+            q, k, v = qkv.unbind(1)
+            angles = None if events.angles is None else events.angles.to(torch.promote_types(q.dtype, torch.float32))
+            out = self.slot(q, k, v, offsets, max_length=longest, block=self.block, rope=angles)
+        else:
+            qk = qkv[:, :2] if events.angles is None else rotate(qkv[:, :2], events.angles)
+            out = self.slot(qk[:, 0], qk[:, 1], qkv[:, 2], offsets, offsets, max_q=longest, max_k=longest, window=self.window)
+        return events.values + self.dropout(self.out(out.flatten(1)))  # type: ignore[no-any-return]
+
+    def flops(self, lengths: Lengths) -> int:
+        dim = self.heads * self.head_dim
+        if self.blocks:
+            pairs = block_attention_flops(lengths=lengths, heads=self.heads, dim=self.head_dim, block=self.block)
+        else:
+            pairs = jagged_attention_flops(q_lengths=lengths, k_lengths=lengths, heads=self.heads, dim=self.head_dim, window=self.window)
+        return int(lengths.sum()) * 4 * pair_width(dim, dim) + pairs

@@ -1,0 +1,345 @@
+"""Building a run, in one fixed order. Plugins say what is used; this file alone says when.
+
+``STAGES`` is that order. Each stage fills fields of the ``Run`` that later stages read, and whatever can be refused is refused before the first step.
+"""
+
+import logging
+import math
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from gem_core.config.load import LoadedConfig
+from gem_core.config.schema import RunConfig
+from gem_core.ops.dispatch import cuda_arch, device_name
+from gem_core.ops.slot import bind_kernels
+from gem_core.plugins import host
+from gem_core.select.policy import KernelChoice, choose, policy_scope
+from gem_core.spec import (
+    DataSchema,
+    Embeddings,
+    ParallelContext,
+    PluginError,
+    Precision,
+    PrecisionDecision,
+    RequestError,
+    RunInfo,
+    Source,
+    SparseOptimizer,
+    Strategy,
+    TableSpec,
+    Topology,
+)
+from gem_core.spec.parallel import STAGES as STRATEGY_STAGES
+from gem_core.train import checkpoint, folder, manifest
+from gem_core.train.efficiency import Peak, peak_of
+from gem_core.train.labels import check_tasks
+from gem_core.train.log import RunLog
+from gem_core.train.materialise import fill_weights
+from gem_core.train.metrics import StreamMetrics
+from gem_core.train.optim import AveragedWeights, adamw
+from gem_core.train.progress import Progress
+from gem_core.train.step import Learner
+from gem_core.train.world import World, close_world, open_world, torchrun_ranks
+
+log = logging.getLogger("gem_core.train")
+
+
+class Run:
+    """A run being composed, then running. Fields are filled by the stages, in their order.
+
+    Args:
+        loaded: the configuration.
+        resume: the run folder to go on from (training), or to take the weights from (evaluation).
+        training: False composes for evaluation only: no optimisers, no folder is written, nobody is notified.
+    """
+
+    config: RunConfig
+    topology: Topology
+    world: World
+    source: Source
+    schema: DataSchema
+    options: Any
+    tables: Sequence[TableSpec]
+    model: nn.Module
+    precision: Precision
+    decisions: Sequence[PrecisionDecision]
+    embeddings: Embeddings
+    strategies: list[tuple[str, bool, Strategy]]
+    dense: nn.Module
+    choices: list[KernelChoice]
+    kernels: dict[str, str]
+    learner: Learner
+    peak: Peak
+    peak_flops: float
+    manifest: dict[str, Any]
+    info: RunInfo
+    log: RunLog
+
+    def __init__(self, loaded: LoadedConfig, *, resume: Path | None = None, training: bool = True) -> None:
+        self.loaded, self.config = loaded, loaded.config
+        self.resume, self.training = resume, training
+        self.folder = Path(loaded.config.run.out)
+        self.saved: checkpoint.Saved | None = None
+        self.average: AveragedWeights | None = None
+        self.progress = Progress()
+        self.saved_step = -1
+        self._stack = ExitStack()
+
+    def enter(self, context: Any) -> Any:
+        """Enter a context that lasts as long as the run."""
+        return self._stack.enter_context(context)
+
+    def close(self) -> None:
+        """Leave every context that the run has entered."""
+        self._stack.close()
+
+    @property
+    def total_steps(self) -> int:
+        """Optimiser steps of the whole run, by the rows that the source promises."""
+        batches = math.ceil(self.source.rows("train") / self.config.data.batch_size)
+        steps = self.config.train.epochs * math.ceil(batches / self.config.optim.accumulate)
+        return min(steps, self.config.train.max_steps or steps)
+
+
+def _configuration(run: Run) -> None:
+    if run.resume is None:
+        folder.check_new(run.folder)
+        return
+    folder.require_run(run.resume)
+    run.saved = checkpoint.find_checkpoint(run.resume)
+    if run.training:
+        checkpoint.check_same_run(run.saved.about, run.config)
+
+
+def _plugins(run: Run) -> None:
+    host().require(run.config.plugins.require)
+
+
+def _topology(run: Run) -> None:
+    found = host().first("gem_topology", world=torchrun_ranks()[1])
+    if found is None:
+        raise PluginError("the machine's topology", "no plugin describes it", "Core's own plugin does: see `gem plugins list`.")
+    run.topology = found[1]
+
+
+def _mesh(run: Run) -> None:
+    if run.config.run.threads:
+        torch.set_num_threads(run.config.run.threads)
+    run.world = open_world(run.config.run.device)
+    run._stack.callback(close_world, run.world)
+    torch.manual_seed(run.config.run.seed * 1_000_003 + run.world.rank)  # dropout differs from rank to rank; weights have a seed of their own
+
+
+def _data(run: Run) -> None:
+    data = run.config.data
+    run.source = host().build("data_sources", data.source, data.options)
+    run.schema = run.source.schema()
+    check_tasks(run.schema.tasks)
+    for split in ("train", "test"):
+        if run.source.rows(split) < 1:
+            raise RequestError(f"the {split} split of {data.source!r}", "it has no rows", "Choose other data options.")
+    if run.training and run.saved is not None:
+        checkpoint.check_same_data(run.saved.about, run.source)
+
+
+def _model_on_meta(run: Run) -> None:
+    name, options = run.config.model.name, run.config.model.options
+    run.options = host().options("models", name, options)
+    cls: Any = host().load("models", name)
+    run.tables = cls.tables(run.schema, run.options)
+    with torch.device("meta"):
+        run.model = _build_model(run)
+
+
+def _precision(run: Run) -> None:
+    run.precision, run.decisions = _prepare(run, run.model)
+
+
+def _strategies(run: Run) -> None:
+    embedding, parallel = run.config.embedding, run.config.parallel
+    declared = [host().declaration("parallel_strategies", name) for name in parallel.strategies]
+    if run.world.size > 1 and not any(d.stage == "dense" for d in declared):
+        so = f"none of the strategies {list(parallel.strategies)} spreads the dense part"
+        raise RequestError(f"{run.world.size} processes", so, "Name one, for example --set 'parallel.strategies=[\"ddp\"]'.")
+    optimizer = SparseOptimizer(name=embedding.optimizer, lr=embedding.lr, eps=embedding.eps)
+    keywords = {"device": run.world.device, "seed": run.config.run.seed}
+    run.embeddings = host().build("embedding_engines", embedding.engine, embedding.options, run.tables, optimizer, **keywords)
+    declared.sort(key=lambda d: STRATEGY_STAGES.index(d.stage))
+    run.strategies = [(d.name, d.on_meta, host().build("parallel_strategies", d.name, parallel.options.get(d.name, {}))) for d in declared]
+    run.dense = _apply_strategies(run, run.model, on_meta=True)
+
+
+def _materialise(run: Run) -> None:
+    def weights() -> nn.Module:
+        model = _build_model(run)
+        _prepare(run, model)
+        return model
+
+    fill_weights(run.model, weights, run.world.device, run.config.run.seed)
+    run.dense = _apply_strategies(run, run.dense, on_meta=False)
+
+
+def _kernels_bound(run: Run) -> None:
+    run.enter(policy_scope(run.loaded.kernel_policy()))
+    device = run.world.device
+    asked: dict[str, Any] = {
+        "device": device_name(device),
+        "dtype": run.precision.compute_dtype(),
+        "arch": cuda_arch(device.index or 0) if device.type == "cuda" else None,
+        "backward": True,  # evaluation uses the kernels that training uses
+    }
+    model: Any = run.model
+    run.choices = [choose(request) for request in model.kernel_requests(**asked)]
+    bound = bind_kernels(run.model, **asked)
+    backends: dict[str, set[str]] = {}
+    for choice in run.choices:  # a model may call ops without slots
+        backends.setdefault(choice.request.op, set()).add(choice.backend)
+    run.kernels = dict(sorted(({op: "+".join(sorted(names)) for op, names in backends.items()} | bound).items()))
+
+
+def _optimisers(run: Run) -> None:
+    optim, decay = run.config.optim, run.config.train.ema_decay
+    run.average = AveragedWeights(run.model, decay) if decay else None
+    run.learner = Learner(
+        world=run.world,
+        tasks=run.schema.tasks,
+        model=run.model,
+        dense=run.dense,
+        embeddings=run.embeddings,
+        precision=run.precision,
+        optimizer=adamw(run.model, lr=optim.lr, betas=optim.betas, eps=optim.eps, weight_decay=optim.weight_decay),
+        dense_lr=optim.lr,
+        sparse_lr=run.config.embedding.lr,
+        clip_norm=optim.clip_norm,
+        average=run.average,
+        stream=StreamMetrics(run.schema.tasks, run.world.device),
+    )
+
+
+def _restore(run: Run) -> None:
+    if run.saved is None:
+        return
+    if run.training and run.saved.about["kernels"] != run.kernels:
+        so = f"the run was started with {run.saved.about['kernels']} and would go on with {run.kernels}"
+        raise RequestError(f"resuming {run.resume}", so, "Name the kernels it was started with: --set kernels.use.OP=BACKEND.")
+    content = run.saved.read()
+    checkpoint.restore_dense(run.model, content["dense"], run.learner.optimizer if run.training else None)
+    checkpoint.restore_tables(run.embeddings, content["tables"])
+    if run.config.train.ema_decay:
+        run.average = run.average or AveragedWeights(run.model, run.config.train.ema_decay)
+        run.average.load_state_dict(content["dense"]["average"])
+    if not run.training:
+        return
+    trainer = content["trainer"]
+    unknown = run.learner.stream.load_state_dict(trainer["stream"], run.world)
+    if unknown:
+        log.warning("training metrics of %s stand on one side only and start afresh", ", ".join(unknown))
+    run.progress.load_state_dict(trainer["progress"], run.world)
+    run.saved_step = run.progress.step
+    checkpoint.restore_random_state(trainer["random"], run.world)
+
+
+def _manifest(run: Run) -> None:
+    run.peak = peak_of(run.world.device, run.precision.compute_dtype())
+    run.peak_flops = float(run.world.all_gather(torch.tensor([run.peak.flops_per_second], dtype=torch.float64)).sum())
+    earlier = folder.read_manifest(run.folder) if run.resume else {}
+    run.manifest = manifest.manifest(
+        config=manifest.config_rows(run.loaded, earlier.get("config", ())),
+        world=run.world,
+        plugins=host().plugins,
+        kernels=manifest.kernel_rows(run.choices),
+        decisions=run.decisions,
+        strategies={name: strategy.describe() for name, _, strategy in run.strategies},
+        topology=run.topology,
+        model=run.model,
+        tables=run.tables,
+        peak=run.peak,
+        resumed=[*earlier.get("resumed", ()), *([run.progress.step] if run.resume else ())],
+    )
+    if run.world.leads:
+        if run.resume is None:
+            folder.claim(run.folder)
+        folder.write_config(run.folder / "config.toml", run.loaded)
+        folder.write_json(run.folder / folder.MANIFEST, run.manifest)
+    run.world.barrier()
+
+
+def _run_started(run: Run) -> None:
+    world, config = run.world, run.config
+    run.log = run.enter(RunLog(run.folder if world.leads else None, total=run.total_steps, step=run.progress.step))
+    run.log.event("resumed" if run.resume else "started", run.progress.step, kernels=run.kernels, world=world.size)
+    dump = config.model_dump(mode="json")
+    run.info = RunInfo(folder=run.folder, seed=config.run.seed, config=dump, kernels=run.kernels, rank=world.rank, world=world.size)
+    host().notify("gem_run_started", run=run.info)
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One step of composing: its printed name, what it does (None where nothing is configured to do), and whether only training does it."""
+
+    name: str
+    do: Callable[[Run], None] | None
+    training_only: bool = False
+
+
+STAGES = (
+    Stage("configuration", _configuration),
+    Stage("plugins", _plugins),
+    Stage("topology", _topology),
+    Stage("mesh", _mesh),
+    Stage("data source and schema", _data),
+    Stage("model on meta", _model_on_meta),
+    Stage("precision", _precision),
+    Stage("strategies by stage", _strategies),
+    Stage("materialise", _materialise),
+    Stage("kernels bound", _kernels_bound),
+    Stage("compile per block", None),
+    Stage("optimisers", _optimisers, training_only=True),
+    Stage("restore", _restore),
+    Stage("manifest", _manifest, training_only=True),
+    Stage("run started", _run_started, training_only=True),
+)
+
+
+def compose(loaded: LoadedConfig, *, resume: Path | None = None, training: bool = True) -> Run:
+    """Build a run through all stages. The caller closes it.
+
+    Raises:
+        GemError: the first stage that cannot do what the configuration asks says so.
+    """
+    run = Run(loaded, resume=resume, training=training)
+    try:
+        for stage in STAGES:
+            skipped = stage.do is None or (stage.training_only and not training)
+            log.debug("compose: %s%s", stage.name, " (nothing to do)" if skipped else "")
+            if stage.do is not None and not skipped:
+                stage.do(run)
+    except BaseException:
+        run.close()
+        raise
+    return run
+
+
+def _build_model(run: Run) -> nn.Module:
+    model: nn.Module = host().build("models", run.config.model.name, run.config.model.options, run.schema)
+    return model
+
+
+def _prepare(run: Run, model: nn.Module) -> tuple[Precision, Sequence[PrecisionDecision]]:
+    precision: Precision = host().build("precision_recipes", run.config.precision.recipe, run.config.precision.options)
+    return precision, precision.prepare(model)
+
+
+def _apply_strategies(run: Run, dense: nn.Module, *, on_meta: bool) -> nn.Module:
+    world = run.world
+    context = ParallelContext(rank=world.rank, world=world.size, device=str(world.device), topology=run.topology)
+    for _, early, strategy in run.strategies:
+        if early == on_meta:
+            dense = strategy.apply(dense, context)
+    return dense

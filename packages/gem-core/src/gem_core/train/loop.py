@@ -1,0 +1,176 @@
+"""The training loop, read from top to bottom."""
+
+import time
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+
+from gem_core.plugins import host
+from gem_core.spec import CheckpointInfo, GemError, Shard, StepInfo
+from gem_core.train import checkpoint
+from gem_core.train.compose import Run
+from gem_core.train.efficiency import TRAIN_OVER_FORWARD
+from gem_core.train.evaluate import Evaluation, evaluate
+from gem_core.train.feed import Feed, Work
+from gem_core.train.optim import lr_factor
+from gem_core.train.step import train_step
+
+
+def train_epochs(run: Run) -> None:
+    """Train from where the run stands to its end, and save the last checkpoint.
+
+    Raises:
+        RunFailed: a loss, gradient or weight is not finite; earlier checkpoints stay.
+        RequestError: a label is wrong.
+    """
+    try:
+        _epochs(run)
+        if run.saved_step != run.progress.step:
+            save(run)
+    except GemError as error:
+        run.log.event("failed", run.progress.step, error=str(error))
+        raise
+
+
+def _epochs(run: Run) -> None:
+    config, progress = run.config, run.progress
+    for epoch in range(progress.epoch, config.train.epochs):
+        feed = Feed(
+            run.source.batches(
+                "train",
+                batch_size=config.data.batch_size,
+                shard=Shard(rank=run.world.rank, world=run.world.size),
+                seed=config.run.seed if config.train.shuffle else None,
+                epoch=epoch,
+                start=progress.next_batch,
+            ),
+            run.world,
+            run.schema,
+            flops=run.model.flops,  # type: ignore[arg-type]
+            accumulate=config.optim.accumulate,
+            uneven=config.train.uneven,
+        )
+        if _steps(run, feed):
+            return
+        progress.close_epoch(feed.dropped)
+        if feed.ran_out is not None:
+            _tell_uneven(run, feed, epoch)
+            if config.train.uneven == "stop":
+                return
+
+
+def _steps(run: Run, feed: Feed) -> bool:
+    """Take the steps of an epoch; True when the run has reached its largest number of steps."""
+    config, progress, limit = run.config, run.progress, run.config.train.max_steps
+    if limit and progress.step >= limit:
+        return True
+    mark = time.perf_counter()
+    for work in feed:
+        factor = lr_factor(
+            progress.step,
+            total=run.total_steps,
+            schedule=config.optim.schedule,
+            warmup=config.optim.warmup_steps,
+            final=config.optim.final_lr_fraction,
+        )
+        result = train_step(run.learner, work, step=progress.step + 1, lr_factor=factor)
+        progress.step += 1
+        progress.next_batch += len(work.batches)
+        progress.trained_rows += work.rows
+        now = time.perf_counter()
+        seconds, mark = now - mark, now
+        progress.meter.add(rows=work.rows, forward_flops=work.flops, seconds=seconds, data_seconds=work.data_seconds, loss=result.loss)
+        run.log.advance(progress.step)
+        if progress.step % config.train.log_every == 0 or progress.step == run.total_steps:
+            _log_step(run, work, result.loss, seconds, lr_factor=factor, grad_norm=result.grad_norm)
+        pause = time.perf_counter()
+        if config.train.eval_every and progress.step % config.train.eval_every == 0:
+            evaluate_now(run)
+        if config.train.checkpoint_every and progress.step % config.train.checkpoint_every == 0:
+            save(run)
+        mark += time.perf_counter() - pause  # neither is training time
+        if progress.step == limit:
+            return True
+    return False
+
+
+def _log_step(run: Run, work: Work, loss: float, seconds: float, *, lr_factor: float, grad_norm: float) -> None:
+    """Add up what the ranks know, write the log, and tell the plugins. Collective."""
+    progress, world = run.progress, run.world
+    window = progress.meter.close_window()
+    parts = world.all_gather(torch.tensor([window.loss, loss], dtype=torch.float64)).sum(0).tolist()
+    stream = run.learner.stream.read(world, close_window=True)
+    values: dict[str, Any] = {
+        "loss": parts[0] / window.steps,
+        "lr": run.learner.dense_lr * lr_factor,
+        "sparse_lr": run.learner.sparse_lr * lr_factor,
+        "grad_norm": grad_norm,
+        "train": stream,
+        **window.figures(run.peak_flops),
+    }
+    run.log.event("train", progress.step, epoch=progress.epoch, rows=progress.trained_rows, **values)
+    run.log.scalars("train", progress.step, values)
+    rates = f"{values['samples_per_second']:.0f} samples/s  mfu {100 * values['mfu']:.2f} %"
+    run.log.say(f"step {progress.step}/{run.total_steps}  loss {values['loss']:.4f}  {rates}")
+    step = StepInfo(step=progress.step, epoch=progress.epoch, loss=parts[1], rows=work.rows, seconds=seconds, flops=TRAIN_OVER_FORWARD * work.flops)
+    host().notify("gem_step_finished", run=run.info, step=step)
+
+
+def evaluate_now(run: Run) -> Evaluation:
+    """Evaluate the test split with the averaged weights, where there are any, and log it. Collective."""
+    weights = nullcontext if run.average is None else run.average.in_place
+    size = run.config.data.eval_batch_size
+    done = evaluate(run.dense, run.embeddings, run.precision, run.source, run.world, batch_size=size, weights=weights)
+    if run.training:
+        run.progress.eval_seconds += done.seconds
+        run.log.event("eval", run.progress.step, test=done.as_dict(), seconds=done.seconds)
+        run.log.scalars("test", run.progress.step, done.as_dict())
+        shown = "  ".join(f"{task}: AUC {_number(m['auc'])} NE {_number(m['ne'])}" for task, m in done.as_dict().items())
+        run.log.say(f"step {run.progress.step}  test  {shown}")
+    return done
+
+
+def save(run: Run) -> None:
+    """Write a checkpoint of all ranks' state. Collective.
+
+    Raises:
+        RunFailed: something is not finite (nothing is written), on every rank.
+    """
+    learner, world, step = run.learner, run.world, run.progress.step
+    dense = checkpoint.dense_state(run.model, learner.optimizer)
+    state = {
+        "dense": {**dense, "average": None if run.average is None else run.average.state_dict()},
+        "tables": run.embeddings.export_tables(),
+        "trainer": {
+            "stream": learner.stream.state_dict(world),
+            "progress": run.progress.state_dict(world),
+            "random": checkpoint.random_state(world),
+        },
+    }
+    about = {"config": run.config.model_dump(mode="json"), "kernels": run.kernels, "data": checkpoint.data_facts(run.source), "world": world.size}
+    error = None
+    if world.leads:
+        try:
+            path = checkpoint.save_checkpoint(run.folder / "checkpoints", step, state, about, keep=run.config.train.keep_checkpoints)
+            run.log.event("checkpoint", step)
+            host().notify("gem_checkpoint_saved", run=run.info, checkpoint=CheckpointInfo(step=step, path=path))
+        except GemError as refused:
+            error = refused
+    error = world.from_lead(error)
+    if error is not None:
+        raise error
+    run.saved_step = step
+
+
+def _tell_uneven(run: Run, feed: Feed, epoch: int) -> None:
+    text = f"rank {feed.ran_out} ran out first in epoch {epoch + 1}: {feed.dropped} rows that other ranks had read are left out, and all after them"
+    if run.config.train.uneven == "stop":
+        text += "; the run ends here (train.uneven = stop)"
+        run.progress.stopped = text
+    run.log.event("uneven", run.progress.step, text=text)
+    run.log.say(text)
+
+
+def _number(value: float | None) -> str:
+    return "undefined" if value is None else f"{value:.4f}"

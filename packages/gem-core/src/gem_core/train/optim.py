@@ -1,0 +1,101 @@
+"""The dense optimiser, the learning-rate schedule that dense weights and tables share, and averaged weights for evaluation."""
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gem_core.spec import RunFailed
+
+
+def adamw(module: nn.Module, *, lr: float, betas: Sequence[float], eps: float, weight_decay: float) -> torch.optim.AdamW:
+    """AdamW over the trainable parameters; weight decay only for matrices, never for norms and biases (parameters with fewer than two dimensions)."""
+    trainable = [p for p in module.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in trainable if p.dim() >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in trainable if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW([g for g in groups if g["params"]], lr=lr, betas=(betas[0], betas[1]), eps=eps)
+
+
+def lr_factor(step: int, *, total: int, schedule: str, warmup: int, final: float) -> float:
+    """The factor on all learning rates at a step.
+
+    Rises linearly to 1 over ``warmup`` steps (step 0 has ``1 / (warmup + 1)``), then stays (``constant``) or falls to ``final`` at step
+    ``total - 1``, along a line (``linear``) or half a cosine (``cosine``).
+
+    Args:
+        step: the optimiser step, from 0.
+        total: number of steps of the run.
+    """
+    if step < warmup:
+        return (step + 1) / (warmup + 1)
+    if schedule == "constant":
+        return 1.0
+    done = min(1.0, (step - warmup) / max(1, total - 1 - warmup))
+    falling = 1.0 - done if schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
+    return final + (1.0 - final) * falling
+
+
+def clip_gradients(module: nn.Module, max_norm: float) -> float:
+    """Scale the dense gradients so that their global 2-norm is at most ``max_norm`` (0 leaves them); return the norm before.
+
+    Raises:
+        RunFailed: a gradient is not finite; the parameters that hold it are named.
+    """
+    named = [(name, p) for name, p in module.named_parameters() if p.grad is not None]
+    norm = nn.utils.get_total_norm([p.grad for _, p in named if p.grad is not None])
+    value = float(norm)
+    if not math.isfinite(value):
+        bad = [name for name, p in named if p.grad is not None and not bool(torch.isfinite(p.grad).all())]
+        so = f"not finite in {len(bad)} parameters: {', '.join(bad[:5])}" if bad else "finite in every parameter, but too large to add up"
+        raise RunFailed("the gradients", so, "Lower the learning rate, or choose a precision recipe with more high-precision modules.")
+    if max_norm > 0:
+        nn.utils.clip_grads_with_norm_([p for _, p in named], max_norm, norm)
+    return value
+
+
+class AveragedWeights:
+    """Exponential moving average of the trainable dense parameters.
+
+    Args:
+        module: the dense module; the average starts at its present weights.
+        decay: ``average = decay * average + (1 - decay) * weight`` after every step.
+    """
+
+    def __init__(self, module: nn.Module, decay: float) -> None:
+        self._live = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        self._average = {name: p.detach().clone() for name, p in self._live.items()}
+        self._decay = decay
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Take the weights in after a step."""
+        torch._foreach_lerp_(list(self._average.values()), [p.detach() for p in self._live.values()], 1.0 - self._decay)
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Put the averages in the module's place for a while, then the weights back, to the bit."""
+        kept = {name: p.detach().clone() for name, p in self._live.items()}
+        self._copy(self._average)
+        try:
+            yield
+        finally:
+            self._copy(kept)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """``{parameter name: average}`` on the CPU."""
+        return {name: average.cpu() for name, average in self._average.items()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a saved average; KeyError on other names."""
+        for name, average in self._average.items():
+            average.copy_(state[name])
+
+    @torch.no_grad()
+    def _copy(self, source: dict[str, Tensor]) -> None:
+        for name, p in self._live.items():
+            p.copy_(source[name])

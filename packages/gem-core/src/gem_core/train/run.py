@@ -1,0 +1,82 @@
+"""A whole run: compose, train, evaluate, write the summary and the report."""
+
+from pathlib import Path
+from typing import Any
+
+from gem_core.config.load import LoadedConfig, load_config
+from gem_core.plugins import host
+from gem_core.train import folder
+from gem_core.train.compose import Run, compose
+from gem_core.train.evaluate import Evaluation
+from gem_core.train.loop import evaluate_now, train_epochs
+from gem_core.train.report import write_report
+
+
+def train(loaded: LoadedConfig, *, resume: Path | None = None) -> dict[str, Any]:
+    """Train by a configuration, or go on with the run in the folder ``resume``.
+
+    Returns:
+        What ``summary.json`` holds; empty on every rank but the first.
+
+    Raises:
+        GemError: the request is wrong, this machine cannot do it, or the run failed.
+    """
+    run = compose(loaded, resume=resume)
+    try:
+        train_epochs(run)
+        done = evaluate_now(run)
+        if not run.world.leads:
+            return {}
+        content = summary(run, done)
+        folder.write_json(run.folder / "summary.json", content)
+        run.log.event("finished", run.progress.step)
+        run.log.close()
+        write_report(run.folder)
+        host().notify("gem_run_finished", run=run.info, summary=content)
+        return content
+    finally:
+        run.close()
+
+
+def evaluate_run(path: Path) -> dict[str, Any]:
+    """Evaluate the newest checkpoint of a run folder on its test split; nothing is written, and no optimiser is made.
+
+    Returns:
+        ``{"run", "step", "test": {TASK: metrics}, "baselines", "eval_seconds"}``; empty on every rank but the first.
+    """
+    folder.require_run(path)
+    run = compose(load_config(path / "config.toml"), resume=path, training=False)
+    try:
+        done = evaluate_now(run)
+        if not run.world.leads or run.saved is None:
+            return {}
+        step = run.saved.about["step"]
+        return {"run": str(path), "step": step, "test": done.as_dict(), "baselines": run.source.baselines(), "eval_seconds": done.seconds}
+    finally:
+        run.close()
+
+
+def summary(run: Run, done: Evaluation) -> dict[str, Any]:
+    """The figures of a finished run, for scripts. ``baseline`` holds those of the first task, ``baselines`` all."""
+    progress, whole = run.progress, run.progress.meter.run
+    rates = whole.figures(run.peak_flops)
+    baselines, first = run.source.baselines(), run.schema.tasks[0].name
+    return {
+        "test": done.as_dict(),
+        "train_seconds": whole.seconds,
+        "eval_seconds": progress.eval_seconds,
+        "rows": progress.trained_rows,
+        "samples_per_second": rates["samples_per_second"],
+        "mfu": rates["mfu"],
+        "kernels": run.kernels,
+        "seed": run.config.run.seed,
+        "baseline": {name: {key: tasks[first].get(key) for key in ("auc", "ne")} for name, tasks in baselines.items() if first in tasks},
+        "baselines": baselines,
+        "steps": progress.step,
+        "epochs": progress.epoch,
+        "stopped": progress.stopped,
+        "world": run.world.size,
+        "train_flops": whole.flops,
+        "peak": run.manifest["peak"],
+        "ledger": {"source": run.source.ledger(), "train": progress.ledger(run.source.rows("train"))},
+    }

@@ -1,0 +1,218 @@
+"""Pooling, interaction experts and heads, against their formulas and hand counts."""
+
+from dataclasses import replace
+from types import ModuleType
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gem_core.batch import Jagged, KeyedJagged, lengths_to_offsets
+from gem_core.model.experts import CrossExpert, DeepExpert, Ensemble, LinearExpert, WukongExpert
+from gem_core.model.heads import Heads
+from gem_core.model.layers import Mlp, NormLinear, TokenMix
+from gem_core.model.options import CrossOptions, DeepOptions, HeadOptions, LinearOptions, SequenceOptions, WukongOptions
+from gem_core.model.pooling import SeedPooling, SumKronLinear
+from gem_core.model.sequence import Events
+from gem_core.spec import RequestError
+
+LENGTHS = [3, 0, 5, 1]
+
+
+def make_events(dim: int = 8) -> Events:
+    torch.manual_seed(0)
+    return Events(torch.randn(9, dim), lengths_to_offsets(torch.tensor(LENGTHS)), 5, None, None)
+
+
+def rms(x: Tensor) -> Tensor:
+    return x / (x.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt()
+
+
+class TestPooling:
+    def test_sum_kron_is_a_sum_of_products(self) -> None:
+        layer = SumKronLinear(4, 3, 5, 6, 2)
+        x = torch.randn(7, 4, 5)
+        want = sum(layer.tokens[i] @ x @ layer.channels[i] for i in range(2))
+        torch.testing.assert_close(layer(x), want)
+        assert sum(p.numel() for p in layer.parameters()) == 2 * (4 * 3 + 5 * 6)
+        assert layer.flops(7) == 7 * 2 * 2 * (3 * 4 * 5 + 3 * 5 * 6)
+
+    @pytest.mark.parametrize(("seeds", "queries", "folded"), [(3, 2, None), (3, 0, None), (0, 2, None), (3, 2, 2), (3, 0, 5)])
+    def test_against_a_loop(self, seeds: int, queries: int, folded: int | None) -> None:
+        events = make_events()
+        layer = SeedPooling(queries, 6, SequenceOptions(dim=8, heads=2, seeds=seeds, pooled_tokens=folded))
+        asked = torch.randn(4, queries, 6)
+        out = layer(events, asked)
+        assert out.shape == (4, layer.tokens, 6)
+        assert layer.tokens == ((folded or seeds) if seeds else 0) + queries
+        edges = events.offsets.tolist()
+        for r in range(4):
+            k, v = layer.key_value.linear(rms(events.values[edges[r] : edges[r + 1]])).view(-1, 2, 2, 4).unbind(1)
+            q = [layer.seeds] if layer.seeds is not None else []
+            q += [layer.query.linear(rms(asked[r])).view(-1, 2, 4)] if queries else []
+            scores = torch.einsum("ihd,jhd->hij", torch.cat(q), k) / 2.0
+            found = torch.einsum("hij,jhd->ihd", scores.softmax(-1), v).flatten(1)
+            want = []
+            if layer.fold is not None:
+                want.append(layer.norm(layer.fold(found[None, :seeds])[0]))
+            if queries:
+                want.append(rms(layer.found.linear(found[seeds:]) + asked[r]))
+            torch.testing.assert_close(out[r], torch.cat(want), rtol=1e-4, atol=1e-5)
+
+    def test_flops_by_hand(self) -> None:
+        lengths = np.array(LENGTHS)
+        key_value, attend = 9 * 2 * 8 * 16, 2 * 2 * 8 * 9 * 5
+        rows = 4 * (2 * 2 * 6 * 8 + 2 * 2 * 8 * 6)
+        plain = SeedPooling(2, 6, SequenceOptions(dim=8, heads=2, seeds=3))
+        assert plain.flops(lengths) == key_value + attend + rows + 4 * 3 * 2 * 8 * 6
+        folded = SeedPooling(2, 6, SequenceOptions(dim=8, heads=2, seeds=3, pooled_tokens=2))
+        assert folded.fold is not None
+        assert folded.flops(lengths) == key_value + attend + rows + SumKronLinear(3, 2, 8, 6, 2).flops(4)
+
+
+class TestExperts:
+    def test_wukong_formula(self) -> None:
+        expert = WukongExpert(5, 4, 6, WukongOptions(rank=3, hidden=(7,)))
+        x = torch.randn(2, 5, 6)
+        assert expert.compress is not None
+        assert expert.linear is not None
+        pairs = x @ (x.transpose(1, 2) @ expert.compress)
+        torch.testing.assert_close(expert(x)[:, :2], expert.mlp(expert.norm(pairs.flatten(1))).view(2, 2, 6), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(expert(x)[:, 2:], torch.einsum("ot,btd->bod", expert.linear.weight, x))
+        hand = 2 * (5 * 3 * 6) * 2 + 2 * (15 * 7 + 7 * 12) + 2 * 5 * 2 * 6
+        assert expert.flops(3) == 3 * hand
+
+    def test_wukong_all_pairs_and_no_linear_part(self) -> None:
+        expert = WukongExpert(5, 4, 6, WukongOptions(rank=None, linear_tokens=0, hidden=()))
+        x = torch.randn(2, 5, 6)
+        torch.testing.assert_close(expert(x), expert.mlp(expert.norm((x @ x.transpose(1, 2)).flatten(1))).view(2, 4, 6))
+        assert expert.flops(1) == 2 * 25 * 6 + 2 * 25 * 24
+
+    def test_wukong_without_a_machine(self) -> None:
+        with pytest.raises(RequestError, match="linear_tokens = 4"):
+            WukongExpert(5, 4, 6, WukongOptions(linear_tokens=4))
+
+    def test_cross_formula(self) -> None:
+        expert = CrossExpert(3, 2, 4, CrossOptions(depth=2, rank=5))
+        x = torch.randn(2, 3, 4)
+        z = x0 = x.flatten(1)
+        for down, up in zip(expert.down, expert.up):
+            z = x0 * (z @ down.weight.t() @ up.weight.t() + up.bias) + z  # type: ignore[operator, union-attr]
+        torch.testing.assert_close(expert(x), torch.einsum("ot,btd->bod", expert.mix.weight, z.view(2, 3, 4)))
+        assert expert.flops(1) == 2 * (2 * 2 * 12 * 5 + 3 * 2 * 4)
+
+    def test_deep_and_linear(self) -> None:
+        x = torch.randn(2, 3, 4)
+        deep, linear = DeepExpert(3, 2, 4, DeepOptions(hidden=(5,))), LinearExpert(3, 2, 4, LinearOptions())
+        torch.testing.assert_close(deep(x), deep.mlp(x.flatten(1)).view(2, 2, 4))
+        torch.testing.assert_close(linear(x), linear.mix.weight @ x)
+        assert deep.flops(1) == 2 * (12 * 5 + 5 * 8)
+        assert linear.flops(1) == 2 * 3 * 2 * 4
+
+
+class TestEnsemble:
+    ALL = (WukongOptions(hidden=(5,)), CrossOptions(rank=2), DeepOptions(hidden=(5,)), LinearOptions())
+
+    def make(self, tokens_in: int = 9, carried: int = 4, join: str = "sum", partition: bool = False) -> Ensemble:
+        return Ensemble(tokens_in, carried, 6, 4, self.ALL, join=join, partition=partition, dropout=0.0)
+
+    def test_sum_with_learned_shortcut(self) -> None:
+        layer = self.make()
+        z, x = torch.randn(2, 9, 4), torch.randn(2, 4, 4)
+        assert layer.shortcut is not None
+        want = layer.norm(sum(expert(z) for expert in layer.experts) + layer.shortcut(x))
+        torch.testing.assert_close(layer(z, x), want)
+
+    def test_identity_shortcut(self) -> None:
+        layer = self.make(carried=6)
+        assert layer.shortcut is None
+        z = torch.randn(2, 9, 4)
+        assert not torch.equal(layer(z, torch.zeros(2, 6, 4)), layer(z, torch.randn(2, 6, 4)))
+
+    @pytest.mark.parametrize("join", ["sum", "concat"])
+    @pytest.mark.parametrize("partition", [False, True])
+    def test_shapes_and_shares(self, join: str, partition: bool) -> None:
+        layer = self.make(join=join, partition=partition)
+        assert layer(torch.randn(2, 9, 4), torch.randn(2, 4, 4)).shape == (2, 6, 4)
+        assert [e.tokens_in for e in layer.experts] == ([3, 2, 2, 2] if partition else [9] * 4)
+        assert [e.tokens_out for e in layer.experts] == ([2, 2, 1, 1] if join == "concat" else [6] * 4)
+
+    def test_a_partitioned_expert_sees_only_its_tokens(self) -> None:
+        layer = self.make(join="concat", partition=True)
+        z, x = torch.randn(1, 9, 4), torch.randn(1, 4, 4)
+        z.requires_grad_(True)
+        layer.experts[3](z[:, 3::4]).sum().backward()
+        assert z.grad is not None
+        assert z.grad[0].abs().sum(1).nonzero().flatten().tolist() == [3, 7]
+        assert layer(z, x).shape == (1, 6, 4)
+
+    def test_too_many_experts(self) -> None:
+        with pytest.raises(RequestError, match="4 experts on a partition: the layer has 3 tokens"):
+            self.make(tokens_in=3, partition=True)
+        with pytest.raises(RequestError, match="4 experts side by side"):
+            Ensemble(9, 4, 3, 4, self.ALL, join="concat", partition=False, dropout=0.0)
+
+    def test_flops_add_up(self) -> None:
+        layer = self.make()
+        assert layer.flops(2) == sum(e.flops(2) for e in layer.experts) + 2 * 2 * 4 * 6 * 4
+
+
+class TestHeads:
+    def test_shared_network_under_the_tasks(self, kit: ModuleType) -> None:
+        heads = Heads(kit.FULL, 10, HeadOptions(hidden=(4,), shared=(6, 5)))
+        batch = kit.make_batch(kit.FULL, [[0, 0]] * 3)
+        logits = heads(torch.randn(3, 10), batch)
+        assert {task: logit.shape for task, logit in logits.items()} == {"ctr": (3,), "cvr": (3,)}
+        assert heads.flops(3) == 3 * 2 * (10 * 6 + 6 * 5 + 2 * (5 * 4 + 4))
+        assert isinstance(heads.shared, Mlp)
+        assert isinstance(heads.shared[-2], nn.GELU)
+
+    def test_first_order_terms_are_added(self, kit: ModuleType) -> None:
+        heads = Heads(kit.FULL, 10, HeadOptions())
+        batch = kit.make_batch(kit.FULL, [[0, 0]] * 3)
+        x, first = torch.randn(3, 10), torch.randn(3, 2)
+        plain, added = heads(x, batch), heads(x, batch, first)
+        torch.testing.assert_close(added["cvr"] - plain["cvr"], first[:, 1])
+
+    def test_case_H25_each_row_gets_its_own_domains_head(self, kit: ModuleType) -> None:
+        heads = Heads(kit.FULL, 10, HeadOptions(hidden=(), domain="country"))
+        batch = kit.make_batch(kit.FULL, [[0, 0]] * 4)
+        columns = {key: batch.ids[key] for key in batch.ids.keys}
+        country = torch.tensor([2, 0, 1, 2])
+        columns["country"] = Jagged(country, torch.arange(5), 1)
+        batch = replace(batch, ids=KeyedJagged.from_columns(columns, 4))
+        x = torch.randn(4, 10)
+        logits = heads(x, batch)
+        for i, task in enumerate(("ctr", "cvr")):
+            layer = heads.networks[i][0]  # type: ignore[index]
+            want = [(heads.norm(x[r]) @ layer.weight[c] + layer.bias[c]) for r, c in enumerate(country.tolist())]
+            torch.testing.assert_close(logits[task], torch.stack(want))
+
+    @pytest.mark.parametrize("domain", ["nothing", "tags"])
+    def test_domain_must_be_a_single_id_feature(self, kit: ModuleType, domain: str) -> None:
+        with pytest.raises(RequestError, match=r"\['country', 'item', 'user'\]"):
+            Heads(kit.FULL, 10, HeadOptions(domain=domain))
+
+
+class TestLayers:
+    @pytest.mark.parametrize("norm", ["rms", "layer"])
+    def test_norm_linear_both_places(self, norm: str) -> None:
+        def plain(x: Tensor) -> Tensor:
+            return rms(x) if norm == "rms" else nn.functional.layer_norm(x, x.shape[-1:])
+
+        x, residual = torch.randn(2, 3, 4), torch.randn(2, 3, 5)
+        before, after = NormLinear(4, 5, norm=norm), NormLinear(4, 5, where="after", residual=True, norm=norm)
+        torch.testing.assert_close(before(x), before.linear(plain(x)))
+        assert after.gain is not None
+        after.gain.data.uniform_(0.5, 2.0)
+        torch.testing.assert_close(after(x, residual), plain(after.linear(x) + residual) * after.gain)
+        assert before.slot.features == {norm, "before"}
+        assert after.slot.features == {norm, "after", "affine", "residual"}
+        assert before.flops(6) == 6 * 2 * 4 * 5
+
+    def test_token_mix(self) -> None:
+        mix = TokenMix(3, 2)
+        x = torch.randn(4, 3, 5)
+        torch.testing.assert_close(mix(x), torch.einsum("ot,btd->bod", mix.weight, x))
+        assert mix(x[:0]).shape == (0, 2, 5)

@@ -1,0 +1,34 @@
+"""Declarations of gem-data. Imports nothing heavy."""
+
+from collections.abc import Sequence
+
+from gem_core.spec import CliCommand, DataSource, hookimpl
+
+
+@hookimpl
+def gem_data_sources() -> Sequence[DataSource]:
+    return [
+        DataSource(
+            name="ml-100k",
+            summary="MovieLens-100K: rating >= 4, histories of strictly earlier events, last 20 % of each user as test",
+            load="gem_data.sources.ml_100k:load",
+            options="gem_data.options:Ml100kOptions",
+        ),
+        DataSource(
+            name="criteo-orc",
+            summary="Criteo-style clicks in ORC files: 13 numbers and 26 categories, every column a list",
+            load="gem_data.sources.criteo_orc:load",
+            options="gem_data.options:CriteoOrcOptions",
+        ),
+        DataSource(
+            name="synthetic",
+            summary="generated impressions with histories whose best possible AUC and NE are known",
+            load="gem_data.sources.synthetic:load",
+            options="gem_data.options:SyntheticOptions",
+        ),
+    ]
+
+
+@hookimpl
+def gem_cli_commands() -> Sequence[CliCommand]:
+    return [CliCommand(name="data", load="gem_data.cli:app", summary="fetch data sets and list data sources")]

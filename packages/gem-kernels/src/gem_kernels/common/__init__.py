@@ -1,0 +1,1 @@
+"""What the kernels share: activations, rows of jagged tensors, facts about the machine."""

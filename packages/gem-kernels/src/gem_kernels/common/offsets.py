@@ -1,0 +1,42 @@
+"""Rows of jagged tensors inside kernels. All token arithmetic is 64-bit."""
+
+from gem_kernels.common.language import tl, triton
+
+
+@triton.jit
+def row_span(offsets, row, total):
+    """First token and length of a row (int64); a row never reaches outside ``[0, total)``, whatever the offsets say."""
+    start = tl.minimum(tl.maximum(tl.load(offsets + row).to(tl.int64), 0), total)
+    end = tl.minimum(tl.load(offsets + row + 1).to(tl.int64), total)
+    return start, tl.maximum(end - start, 0)
+
+
+@triton.jit
+def load_rows(base, first, count, stride, ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """``[ROWS, BLOCK]`` from row ``first`` on; zeros from row ``count`` and column ``WIDTH`` on.
+
+    Offsets inside a tile are 32-bit, which halves their registers: ``launch`` sees to it that ``ROWS * stride`` fits.
+    """
+    r = tl.arange(0, ROWS)
+    c = tl.arange(0, BLOCK)
+    mask = (r < (count - first).to(tl.int32))[:, None]
+    if WIDTH != BLOCK:
+        mask = mask & (c < WIDTH)[None, :]
+    return tl.load(base + first * stride + (r[:, None] * stride + c[None, :]), mask=mask, other=0.0)
+
+
+@triton.jit
+def store_rows(base, tile, first, count, stride, ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """Store ``[ROWS, BLOCK]`` from row ``first`` on, up to row ``count`` and column ``WIDTH``."""
+    r = tl.arange(0, ROWS)
+    c = tl.arange(0, BLOCK)
+    mask = (r < (count - first).to(tl.int32))[:, None] & (c < WIDTH)[None, :]
+    tl.store(base + first * stride + (r[:, None] * stride + c[None, :]), tile.to(base.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def zero_rows(base, first, count, stride, ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """Store zeros in rows ``[first, count)``: what no tile covers must not stay uninitialised."""
+    zeros = tl.zeros([ROWS, BLOCK], tl.float32)
+    for r in range(first, count, ROWS):
+        store_rows(base, zeros, r, count, stride, ROWS, WIDTH, BLOCK)

@@ -1,0 +1,1 @@
+"""Generalised dot-product attention."""

@@ -1,0 +1,63 @@
+"""Declarations of the kernels. Imports no torch and no triton."""
+
+from collections.abc import Sequence
+
+from gem_core.spec import KernelImpl, hookimpl
+
+_GDPA_FEATURES = (
+    "cross",
+    "window",
+    "broadcast_q",
+    "dense_kv",
+    "gqa",
+    "scale_after",
+    "act_gelu",
+    "act_gelu_tanh",
+    "act_gelu_fast",
+    "act_silu",
+    "act_relu",
+    "act_relu2",
+    "act_leaky_relu",
+    "act_hardswish",
+    "act_identity",
+)
+
+
+def _sdpa(op: str, features: tuple[str, ...]) -> list[KernelImpl]:
+    """Two variants: torch's backward on a GPU may add in any order, its CPU kernel does not."""
+    return [
+        KernelImpl(
+            op=op,
+            contract=1,
+            backend="sdpa",
+            variant=device,
+            load=f"gem_kernels.ops.sdpa:{op}",
+            devices=(device,),
+            dtypes=("fp64", "fp32", "bf16", "fp16"),
+            features=features,
+            deterministic=device == "cpu",
+            summary="padded rows through torch's scaled_dot_product_attention",
+        )
+        for device in ("cpu", "cuda")
+    ]
+
+
+@hookimpl
+def gem_kernel_impls() -> Sequence[KernelImpl]:
+    return [
+        KernelImpl(
+            op="gdpa",
+            contract=1,
+            backend="triton",
+            load="gem_kernels.ops.gdpa.launch:gdpa",
+            devices=("cuda", "interpreter"),
+            dtypes=("fp32", "bf16", "fp16"),
+            min_arch=80,
+            features=_GDPA_FEATURES,
+            check="gem_kernels.ops.gdpa.limits:check",
+            requires=("triton",),
+            summary="portable Triton, forward and backward without atomics",
+        ),
+        *_sdpa("jagged_attention", ("cross", "causal", "window", "broadcast_q", "bias", "gqa")),
+        *_sdpa("pooled_attention", ("per_row_seeds", "gqa")),
+    ]

@@ -1,0 +1,10 @@
+import os
+from importlib.util import find_spec
+
+import torch
+
+# Triton reads this when it is imported: without a GPU the kernels run under its interpreter.
+if not torch.cuda.is_available() and find_spec("triton") is not None:
+    os.environ["TRITON_INTERPRET"] = "1"
+
+torch.set_num_threads(1)

@@ -1,0 +1,1 @@
+"""The dense part on several ranks."""

@@ -1,0 +1,46 @@
+"""Data parallelism of the dense part with torch's DistributedDataParallel."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from gem_core.spec import ParallelContext, RequestError
+
+
+class DataParallel:
+    """Strategy ``ddp``: every rank holds the dense part; backward averages the gradients over ranks.
+
+    - Parameters and buffers are broadcast from rank 0 once. Buffers are not broadcast again: that would be a collective in every forward pass, and
+      ranks do not evaluate equally many batches.
+    - Unused parameters are looked for in every step. A rank whose batch has no rows, or no events of one kind, may leave a part of the model out;
+      without the search the others would wait for its gradients for ever, and a static graph would be wrong from the first such step on.
+    - DDP talks over a process group of its own. Sharded tables exchange gradients in the same backward pass, and ranks that leave out different parts
+      start their collectives in different orders.
+    """
+
+    def __init__(self) -> None:
+        self._world = 1
+
+    def apply(self, module: nn.Module, context: ParallelContext) -> nn.Module:
+        """``module`` wrapped for several ranks, and itself in a single process. The wrapper's ``module`` is the same object, with all its attributes.
+
+        Raises:
+            RequestError: there are several ranks but no process group.
+        """
+        self._world = context.world
+        if context.world == 1:
+            return module
+        if not dist.is_initialized():
+            so = f"the run has {context.world} ranks and no process group"
+            raise RequestError("strategy 'ddp'", so, "Start with torchrun, or call torch.distributed.init_process_group first.")
+        if not any(parameter.requires_grad for parameter in module.parameters()):
+            return module
+        return DistributedDataParallel(
+            module, process_group=dist.new_group(), find_unused_parameters=True, broadcast_buffers=False, gradient_as_bucket_view=True
+        )
+
+    def describe(self) -> Mapping[str, Any]:
+        return {"strategy": "ddp", "world": self._world}

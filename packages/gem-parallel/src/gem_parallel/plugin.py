@@ -1,0 +1,29 @@
+"""Declarations of this package. Imports no torch."""
+
+from collections.abc import Sequence
+
+from gem_core.spec import EmbeddingEngine, ParallelStrategy, hookimpl
+
+
+@hookimpl
+def gem_embedding_engines() -> Sequence[EmbeddingEngine]:
+    return [
+        EmbeddingEngine(
+            name="torchrec",
+            summary="fbgemm tables updated inside backward; sharded over ranks by torchrec",
+            load="gem_parallel.sparse.engine:TorchRecEmbeddings",
+            options="gem_parallel.sparse.options:TorchRecOptions",
+        )
+    ]
+
+
+@hookimpl
+def gem_parallel_strategies() -> Sequence[ParallelStrategy]:
+    return [
+        ParallelStrategy(
+            name="ddp",
+            stage="dense",
+            summary="a copy of the dense part on each rank, gradients averaged",
+            load="gem_parallel.dense.ddp:DataParallel",
+        )
+    ]

@@ -1,0 +1,1 @@
+"""Tables spread over ranks."""

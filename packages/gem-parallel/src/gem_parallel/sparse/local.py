@@ -1,0 +1,49 @@
+"""All tables in one process, on fbgemm's fused tables."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from gem_core.batch import KeyedJagged
+from gem_core.spec import SparseOptimizer, TableSpec
+from gem_parallel.sparse.native import load_fbgemm, quiet_logging
+from gem_parallel.sparse.shards import slices_of, tbe_options
+
+
+class LocalGroup:
+    """Tables of one pooling in one fbgemm module, so that one kernel looks all of them up."""
+
+    def __init__(self, tables: Sequence[TableSpec], optimizer: SparseOptimizer, device: torch.device) -> None:
+        module = load_fbgemm(device.type)
+        from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation, PoolingMode
+
+        self.keys = tuple(feature for table in tables for feature in table.features)
+        self._widths = [table.dim for table in tables for _ in table.features]
+        self._pooled = tables[0].pooling != "none"
+        location = EmbeddingLocation.DEVICE if device.type == "cuda" else EmbeddingLocation.HOST
+        compute = module.ComputeDevice.CUDA if device.type == "cuda" else module.ComputeDevice.CPU
+        with quiet_logging():
+            self.tbe = module.SplitTableBatchedEmbeddingBagsCodegen(
+                [(table.rows, table.dim, location, compute) for table in tables],
+                feature_table_map=[i for i, table in enumerate(tables) for _ in table.features],
+                pooling_mode={"none": PoolingMode.NONE, "sum": PoolingMode.SUM, "mean": PoolingMode.MEAN}[tables[0].pooling],
+                device=device,
+                **tbe_options(optimizer),
+            )
+        self.tbes = [self.tbe]
+        self.slices = slices_of(self.tbe, [(table.name, 0) for table in tables], optimizer)
+
+    def __call__(self, features: KeyedJagged) -> dict[str, Tensor]:
+        columns = features if features.keys == self.keys else features.select(self.keys)
+        vectors: Tensor = self.tbe(indices=columns.values, offsets=columns.offsets)
+        sizes = self._widths if self._pooled else [end - start for start, end in zip(columns.starts, columns.starts[1:])]
+        return dict(zip(self.keys, torch.split(vectors, sizes, dim=1 if self._pooled else 0)))
+
+
+def local_groups(tables: Sequence[TableSpec], optimizer: SparseOptimizer, device: torch.device) -> list[LocalGroup]:
+    """One group a pooling; without pooling one a width, since fbgemm returns the vectors in one tensor."""
+    groups: dict[tuple[str, int], list[TableSpec]] = {}
+    for table in tables:
+        groups.setdefault((table.pooling, table.dim if table.pooling == "none" else 0), []).append(table)
+    return [LocalGroup(group, optimizer, device) for group in groups.values()]
