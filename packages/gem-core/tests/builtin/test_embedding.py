@@ -11,7 +11,7 @@ from torch.nn.functional import embedding_bag
 
 from gem_core.batch import Jagged, KeyedJagged, lengths_to_offsets
 from gem_core.builtin.embedding import TorchEmbeddings, sum_rows
-from gem_core.spec import RequestError, SparseOptimizer, TableSpec, table_state
+from gem_core.spec import RequestError, SparseOptimizer, TableSpec, table_seed, table_state
 
 torch.set_num_threads(1)
 OPTIMIZERS = ("rowwise_adagrad", "sgd", "adam")
@@ -343,6 +343,12 @@ def test_case_E08_export_and_import_continue_bit_equal(optimizer: str) -> None:
     assert not torch.equal(saved["a"]["weight"], first.export_tables()["a"]["weight"])  # the export was a copy
 
 
+def test_the_seed_of_a_table_is_pinned() -> None:
+    """Another value would silently change every run's first weights."""
+    assert table_seed(1, "item") == 1666290551860898062
+    assert len({table_seed(seed, name) for seed in (1, 2) for name in ("item", "user", "1/item")}) == 6
+
+
 def test_case_E10_weights_alone_can_be_loaded() -> None:
     trained = engine(spec(), optimizer="adam")
     trained(keyed({"f": [[1]]}))["f"].sum().backward()
@@ -371,6 +377,14 @@ def test_an_import_that_does_not_fit_changes_nothing(entries: dict[str, dict[str
     with pytest.raises(RequestError, match=message):
         tables.import_tables(entries)
     assert torch.equal(tables.export_tables()["t"]["weight"], before["t"]["weight"])
+
+
+def test_tables_of_different_updates_are_not_mixed() -> None:
+    tables = engine(spec("a", features=("x",)), spec("b", features=("y",)), optimizer="adam")
+    entries = tables.export_tables()
+    entries["b"]["step"] = torch.tensor(3)
+    with pytest.raises(RequestError, match=r"\[0, 3\]"):
+        tables.import_tables(entries)
 
 
 # ---- bad input ---------------------------------------------------------------------------------------------------------------------

@@ -23,12 +23,12 @@ def tokens_of(schema: DataSchema, dim: int = 8, wide: bool = False, **features: 
     ("numbers", "names"),
     [
         ("each", ("user", "item", "tags", "country", "age", "count", "vector")),
-        ("group", ("user", "item", "tags", "country", "numbers", "vector")),
-        ("both", ("user", "item", "tags", "country", "age", "count", "numbers", "vector")),
+        ("group", ("user", "item", "tags", "country", "numbers.0", "numbers.1", "vector")),
+        ("both", ("user", "item", "tags", "country", "age", "count", "numbers.0", "numbers.1", "vector")),
     ],
 )
 def test_one_token_a_feature_in_schema_order(kit: ModuleType, numbers: str, names: tuple[str, ...]) -> None:
-    layer, tables = tokens_of(kit.FULL, numbers=numbers)
+    layer, tables = tokens_of(kit.FULL, numbers=numbers, group_tokens=2)
     batch = kit.make_batch(kit.FULL, [[1, 1]] * 3)
     x = layer(batch, kit.Lookup(tables)(batch.ids), layer.described(batch))
     assert layer.names == names

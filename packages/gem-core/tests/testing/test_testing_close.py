@@ -50,7 +50,7 @@ def test_a_kernel_may_be_twice_as_far_off_as_plain_torch(error, passes):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
-def test_one_unit_in_the_last_place_is_allowed_where_plain_torch_is_exact(dtype):
+def test_a_unit_in_the_last_place_is_allowed_where_plain_torch_is_exact(dtype):
     truth = torch.ones(3, dtype=torch.float64)
     plain, step = truth.to(dtype), torch.finfo(dtype).eps
     assert_as_accurate(plain + step, plain, truth)

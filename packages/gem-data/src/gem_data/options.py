@@ -23,6 +23,11 @@ class Ml100kOptions(Options):
     history_rule: Literal["strict", "order"] = Field(
         "strict", description="strict: events with an earlier timestamp; order: events that come earlier in stable time order, ties included"
     )
+    item_statistics: Literal["past", "crossfit"] = Field(
+        "past",
+        description="numbers about the film. past: ratings with an earlier timestamp (training rows only, for a training row); "
+        "crossfit: training rows of any time, other users' only",
+    )
 
 
 class CriteoOrcOptions(Options):

@@ -46,8 +46,8 @@ def _join(parts: Sequence[Tensor]) -> Tensor:
 def sum_rows(ids: Tensor, rows: Tensor, limit: int, source: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Sum ``rows[i]``, or ``rows[source[i]]``, over equal ``ids[i]``, in the order of ``i``; ids are below ``limit``.
 
-    A stable sort and a bag sum are several times faster on the CPU than ``index_add``, and have one order of summation on every device. The sort takes
-    a pass for each byte of its keys, so they are narrowed where they fit.
+    A stable sort and a bag sum are several times faster on the CPU than ``index_add``, and have one order of summation on every device. The sort
+    takes a pass for each byte of its keys, so they are narrowed where they fit.
 
     Returns:
         ``[unique]`` ids, ascending, and ``[unique, dim]`` sums.

@@ -89,10 +89,10 @@ class FeatureTokens(nn.Module):
         code = self.code.width if self.code is not None else 0
         count = len(self.numbers)
         self.each = TokenLinear(count, code, dim) if count and options.numbers != "group" else None
-        self.group = Mlp(count * code, (2 * dim,), dim) if count and options.numbers != "each" else None
+        self.group = Mlp(count * code, (2 * dim,), options.group_tokens * dim) if count and options.numbers != "each" else None
         self.dense = nn.ModuleList(nn.Linear(feature.width, dim) for feature in self.vectors)
-        names = [*self.ids, *(self.numbers if self.each is not None else ()), *(("numbers",) if self.group is not None else ())]
-        names += [feature.name for feature in self.vectors]
+        grouped = [f"numbers.{i}" for i in range(options.group_tokens)] if self.group is not None else []
+        names = [*self.ids, *(self.numbers if self.each is not None else ()), *grouped, *(feature.name for feature in self.vectors)]
         self.names = tuple(names or ["constant"])
         self.constant = None if names else LearnedToken(dim)
         self.norm = nn.LayerNorm(dim) if options.norm else None
@@ -137,7 +137,7 @@ class FeatureTokens(nn.Module):
         if described is not None and self.each is not None:
             parts.append(self.each(described))
         if described is not None and self.group is not None:
-            parts.append(self.group(described.flatten(1))[:, None])
+            parts.append(self.group(described.flatten(1)).view(batch.rows, -1, self.dim))
         parts += [linear(batch.dense[feature.name])[:, None] for feature, linear in zip(self.vectors, self.dense)]
         if self.constant is not None:
             parts.append(self.constant(batch.rows))

@@ -26,7 +26,9 @@ class FeatureOptions(Options):
     init_scale: float = Field(default=0.05, gt=0.0)
     """Tables start uniform in [-init_scale, init_scale]."""
     numbers: Literal["each", "group", "both"] = "each"
-    """A token for each number, one token for all of them, or both."""
+    """A token for each number, tokens made of all of them together, or both."""
+    group_tokens: Width = 1
+    """Tokens that are made of all numbers together."""
     compress: bool = True
     """Replace a number x by sign(x) log(1 + |x|) first: a fixed map, so a row's value does not depend on its batch."""
     frequencies: int = Field(default=4, ge=0)
@@ -58,6 +60,8 @@ class SequenceOptions(Options):
     """Rotary angles by the number of later events, with ``time`` plus log(1 + age / time_scale)."""
     time_scale: float = Field(default=3600.0, gt=0.0)
     """Seconds."""
+    products: bool = True
+    """Add to an event's linear map the product of two further ones, so that one column (a rating) can weigh another (an item)."""
     time_buckets: int = Field(default=32, ge=2)
     """Log-spaced buckets of the age of an event at the impression."""
     seeds: int = Field(default=4, ge=0)

@@ -118,7 +118,7 @@ def reference(
     rows = Rows(q, k, v, q_offsets, k_offsets, max_q, max_k)
     scores = score(rows.q * scale if inside else rows.q, rows.k)
     if window is not None:
-        scores = scores.masked_fill(~rows.visible(window=window)[:, None, None], 0.0)
+        scores = scores.masked_fill_(~rows.visible(window=window)[:, None, None], 0.0)
     out = weigh(ACTIVATIONS[activation](scores), rows.v)
     return rows.pack(out if inside else out * scale).to(q.dtype)
 

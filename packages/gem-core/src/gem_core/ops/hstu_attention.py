@@ -187,7 +187,7 @@ def reference(
     if bias is not None:
         scores = scores + widen(bias).unsqueeze(2)
     mask = visible(rows.lengths, max_length, causal=causal, window=window, contextual=contextual, targets=targets)
-    weights = torch.nn.functional.silu(scores.masked_fill(~mask[:, None, None], 0.0))
+    weights = torch.nn.functional.silu(scores.masked_fill_(~mask[:, None, None], 0.0))
     divisor = max(max_length, 1) if norm_length is None else norm_length
     return rows.unpad(weigh(weights, rows.pad(widen(v))) / divisor).to(q.dtype)
 

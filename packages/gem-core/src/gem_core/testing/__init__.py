@@ -3,7 +3,14 @@
 pytest and Hypothesis (the extra ``gem-core[testing]``) are imported by the parts that use them.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from gem_core.testing.close import assert_as_accurate, assert_close, relative_error
+    from gem_core.testing.conformance import conformance_suite
+    from gem_core.testing.memory import plain_precision, poisoned_memory
+    from gem_core.testing.plugins import fake_host, fake_module, fake_plugin
+    from gem_core.testing.strategies import jagged_lengths
 
 __all__ = [
     "assert_as_accurate",

@@ -6,8 +6,9 @@ from torch import Tensor
 FACTOR = 2.0
 """A kernel may be this many times as far from the float64 truth as plain torch of the same precision is."""
 
-SLACK = {torch.float64: 1e-13, torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
-"""What it may be off in any case, about one unit in the last place: where plain torch happens to be exact, the factor allows nothing."""
+SLACK = {torch.float64: 1e-13, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+"""What it may be off in any case, a few units in the last place of the terms that are summed: where plain torch happens to be exact (a softmax over
+one key has a gradient of exactly 0) the factor allows nothing, and a kernel that subtracts two equal sums is off by their rounding."""
 
 
 def largest_difference(actual: Tensor, expected: Tensor) -> float:
@@ -44,7 +45,7 @@ def assert_close(actual: Tensor, expected: Tensor, *, bound: float, what: str = 
 
 
 def assert_as_accurate(actual: Tensor, plain: Tensor, truth: Tensor, *, what: str = "result", factor: float = FACTOR) -> None:
-    """Raise AssertionError unless ``actual`` is at most ``factor`` times as far from ``truth`` as ``plain`` is, plus one unit in the last place.
+    """Raise AssertionError unless ``actual`` is at most ``factor`` times as far from ``truth`` as ``plain`` is, plus ``SLACK``.
 
     Args:
         actual: the kernel's result; its dtype sets the slack.

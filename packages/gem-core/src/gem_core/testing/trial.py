@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gem_core.ops.checks import FLOAT_NAMES
-from gem_core.spec.kernels import OpSpec, load_object
+from gem_core.spec.kernels import KernelImpl, OpSpec, load_object
 from gem_core.testing.close import assert_as_accurate
 from gem_core.testing.inputs import Call, Inputs
 from gem_core.testing.memory import plain_precision, poisoned_memory
@@ -26,7 +26,7 @@ class Trial:
     Args:
         name: readable id.
         make: draws the call.
-        kernel: the implementation.
+        impl: the implementation.
         dtype: short dtype name.
         head_dim: width of a head.
         torch_device: where the kernel's tensors lie.
@@ -34,7 +34,7 @@ class Trial:
 
     name: str
     make: Make
-    kernel: Kernel
+    impl: KernelImpl
     dtype: str
     head_dim: int
     torch_device: str
@@ -83,7 +83,7 @@ def check(trial: Trial, op: OpSpec, *, expanded: bool = False) -> None:
     with plain_precision():
         plain = run(reference, trial.make, trial.inputs(), expanded=expanded)
     with poisoned_memory():
-        actual = run(trial.kernel, trial.make, trial.inputs(), expanded=expanded)
+        actual = run(trial.impl.resolve(), trial.make, trial.inputs(), expanded=expanded)
     if actual.keys() != truth.keys():
         raise AssertionError(f"results are {sorted(actual)}, expected {sorted(truth)}")
     for name, value in actual.items():
@@ -94,7 +94,7 @@ def check(trial: Trial, op: OpSpec, *, expanded: bool = False) -> None:
 
 def check_repeats(trial: Trial, op: OpSpec) -> None:
     """Raise AssertionError unless two runs agree to the bit."""
-    first, second = (run(trial.kernel, trial.make, trial.inputs()) for _ in range(2))
+    first, second = (run(trial.impl.resolve(), trial.make, trial.inputs()) for _ in range(2))
     for name, value in first.items():
         if not torch.equal(value.nan_to_num(), second[name].nan_to_num()):
             raise AssertionError(f"{op.name} {trial.name}: {name} differs between two runs of a kernel declared deterministic")

@@ -1,8 +1,8 @@
 """MovieLens-100K from RecBole's atomic files: did the user rate the film 4 or more?
 
 Rows are in stable time order. Each user's events are ordered by (timestamp, place in the file); those at position ``ceil(0.8 n)`` and later are test
-rows. Every feature uses only what was known before the row: the user's own earlier events, and of other users the training rows with a strictly
-earlier timestamp.
+rows. Histories and the user's own numbers come from the user's earlier events. Numbers about the film come from ratings with a strictly earlier
+timestamp (``item_statistics = "past"``), or from training rows of any time, as its embedding does (``"crossfit"``).
 """
 
 from pathlib import Path
@@ -23,7 +23,7 @@ from gem_data.ledger import Ledger
 from gem_data.options import Ml100kOptions
 from gem_data.score import logit, scores, sigmoid
 from gem_data.sources.base import TableSource
-from gem_data.sources.ml_100k_features import PastFeatures, Ratings, UserPast, past_features, user_past
+from gem_data.sources.ml_100k_features import CrossFittedItems, PastFeatures, PastItems, Ratings, UserPast, past_features, user_past
 from gem_data.vocabulary import Vocabulary
 
 FILES = ("ml-100k.inter", "ml-100k.user", "ml-100k.item")
@@ -129,11 +129,13 @@ def _build_table(frame: pl.DataFrame, train: NDArray[np.bool_], films: pl.DataFr
         item=_codes(frame, "item_id"),
         rating=frame.get_column("rating").to_numpy(),
         time=frame.get_column("timestamp").to_numpy(writable=True),
+        release=ids["release"].numpy(),
+        year=frame.get_column("release_year").cast(pl.Float64, strict=False).fill_null(float("nan")).to_numpy(),
         genres=_genre_shares(genres, genre_rows),
         train=train,
     )
     past = user_past(ratings.user, ratings.time, options.history_rule)
-    features = past_features(ratings, past)
+    features = past_features(ratings, past, PastItems(ratings) if options.item_statistics == "past" else CrossFittedItems(ratings))
     stars = IdFeature(name="rating", cardinality=6)
     item = IdFeature(name="item", cardinality=cardinality["item"])
     history = SequenceFeature(name="history", ids=(item, stars), dense=(DenseFeature(name="surprise"),), time=True, max_length=options.history_length)

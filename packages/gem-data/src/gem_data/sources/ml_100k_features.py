@@ -1,11 +1,14 @@
-"""Numbers about a rating's user, item and moment that were known before it."""
+"""Numbers about a rating's user, film and moment that were known before it."""
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gem_data.history import Floats, Ints, PastIndex, RunningSum
+
+FOLDS = 10
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -14,9 +17,11 @@ class Ratings:
 
     Args:
         user: user codes, 0 or more.
-        item: item codes, 0 or more.
+        item: film codes, 0 or more.
         rating: stars, 1 to 5.
         time: seconds.
+        release: bucket of the film's year, 0 where unknown.
+        year: the film's year, NaN where unknown.
         genres: ``[rows, genres]``, each row sums to 1, or to 0 where no genre is known.
         train: True for training rows.
     """
@@ -25,6 +30,8 @@ class Ratings:
     item: Ints
     rating: Floats
     time: Ints
+    release: Ints
+    year: Floats
     genres: Floats
     train: NDArray[np.bool_]
 
@@ -41,6 +48,10 @@ class UserPast:
         """Where the last ``count`` events begin."""
         return np.maximum(self.begin, self.end - count)
 
+    def mean(self, values: Floats, strength: float, count: int | None = None) -> Floats:
+        """Mean over the earlier events, or over the last ``count`` of them, pulled towards 0 by ``strength`` events."""
+        return RunningSum(self.index, values).shrunk_mean(self.begin if count is None else self.last(count), self.end, strength)
+
 
 def user_past(user: Ints, time: Ints, rule: str) -> UserPast:
     """Earlier events: ``strict`` by timestamp, ``order`` by place in the stable time order."""
@@ -49,61 +60,115 @@ def user_past(user: Ints, time: Ints, rule: str) -> UserPast:
     return UserPast(index=index, begin=begin, end=end if rule == "strict" else index.positions())
 
 
+class ItemStatistics(Protocol):
+    """What other ratings of the film say. ``count`` ``[rows]``."""
+
+    count: Floats
+
+    def mean(self, values: Floats) -> Floats:
+        """Mean of ``values`` over those ratings, pulled towards 0 by five more; ``[rows]``."""
+        ...
+
+
+class PastItems:
+    """Ratings with a strictly earlier timestamp: training rows for a training row, so that no test label reaches training; all for a test row."""
+
+    def __init__(self, data: Ratings) -> None:
+        self._train = data.train
+        self._some, self._all = PastIndex(data.item[data.train], data.time[data.train]), PastIndex(data.item, data.time)
+        self._seen, self._seen_all = self._some.before(data.item, data.time), self._all.before(data.item, data.time)
+        counts = (end - begin for begin, end in (self._seen, self._seen_all))
+        self.count: Floats = np.where(data.train, *counts).astype(np.float64)
+
+    def mean(self, values: Floats) -> Floats:
+        some = RunningSum(self._some, values[self._train]).shrunk_mean(*self._seen, 5.0)
+        return np.where(self._train, some, RunningSum(self._all, values).shrunk_mean(*self._seen_all, 5.0))
+
+
+class CrossFittedItems:
+    """Training rows of any time: all for a test row; for a training row those of users outside its own tenth of the users."""
+
+    def __init__(self, data: Ratings) -> None:
+        self._data = data
+        self.count: Floats = self._sums(np.ones(data.item.size))
+
+    def mean(self, values: Floats) -> Floats:
+        return self._sums(values) / (self.count + 5.0)
+
+    def _sums(self, values: Floats) -> Floats:
+        data, films = self._data, int(self._data.item.max()) + 1
+        sums = np.bincount(data.item[data.train], values[data.train], films)[data.item]
+        for fold in range(FOLDS):
+            own = data.train & (data.user % FOLDS == fold)
+            sums[own] -= np.bincount(data.item[own], values[own], films)[data.item[own]]
+        return sums
+
+
 @dataclass(frozen=True, kw_only=True)
 class PastFeatures:
     """Args:
     dense: ``{name: [rows]}``, mean 0 and deviation 1 over the training rows, cut at 4 deviations.
-    surprise: ``[rows]``, the rating less what the item's and the user's past let expect; a column of later rows' histories.
+    surprise: ``[rows]``, the rating less what the film's and the user's past let expect; a column of later rows' histories.
     """
 
     dense: dict[str, Floats]
     surprise: Floats
 
 
-def past_features(data: Ratings, past: UserPast) -> PastFeatures:
+def past_features(data: Ratings, past: UserPast, items: ItemStatistics) -> PastFeatures:
     """Running statistics, each pulled towards the training mean where little is known."""
-    liked = data.rating >= 4
     centred = data.rating - data.rating[data.train].mean()
-    items = PastIndex(data.item[data.train], data.time[data.train])
-    seen = items.before(data.item, data.time)
-    item_mean = RunningSum(items, centred[data.train]).shrunk_mean(*seen, 5.0)
-
-    residual = centred - item_mean
-    lenience = RunningSum(past.index, residual)
-    user_lenience = lenience.shrunk_mean(past.begin, past.end, 3.0)
-    affinity, genre_count = _genre_affinity(data.genres, residual, user_lenience, past)
-    whole = (past.begin, past.end)
-    now = data.time.astype(np.float64)
-    count = past.end - past.begin
-    in_order = now[past.index.order]
-    newest = np.where(count > 0, in_order[np.maximum(past.end - 1, 0)], now)
-    oldest = np.where(count > 0, in_order[np.minimum(past.begin, now.size - 1)], now)
+    liked = data.rating >= 4
+    user_mean = past.mean(centred, 3.0)
+    item_mean, item_quality = items.mean(centred), items.mean(centred - user_mean)
+    lenience = centred - item_mean
+    surprise = centred - user_mean - item_quality
     dense = {
-        "user_mean": RunningSum(past.index, centred).shrunk_mean(*whole, 3.0),
-        "user_like_rate": RunningSum(past.index, liked - liked[data.train].mean()).shrunk_mean(*whole, 3.0),
-        "user_lenience": user_lenience,
-        "user_lenience_5": lenience.shrunk_mean(past.last(5), past.end, 2.0),
-        "user_lenience_20": lenience.shrunk_mean(past.last(20), past.end, 3.0),
-        "user_spread": np.sqrt(np.maximum(0.0, RunningSum(past.index, centred**2).shrunk_mean(*whole, 3.0))),
-        "user_count": np.log1p(count),
-        "genre_affinity": affinity,
-        "genre_count": np.log1p(genre_count),
+        "user_mean": user_mean,
+        "user_like_rate": past.mean(liked - liked[data.train].mean(), 3.0),
+        "user_lenience": past.mean(lenience, 3.0),
+        "user_lenience_5": past.mean(lenience, 2.0, 5),
+        "user_lenience_20": past.mean(lenience, 3.0, 20),
+        "user_spread": np.sqrt(np.maximum(0.0, past.mean(centred**2, 3.0))),
+        "user_count": np.log1p(past.end - past.begin),
         "item_mean": item_mean,
-        "item_count": np.log1p(seen[1] - seen[0]),
-        "since_last": np.log1p(now - newest),
-        "since_first": np.log1p(now - oldest),
-        "date": now,
+        "item_quality": item_quality,
+        "item_count": np.log1p(items.count),
+        "item_year": data.year,
+        **_affinities(data, past, items, lenience),
+        **_moments(data, past),
     }
-    return PastFeatures(dense={name: _standardised(x, data.train) for name, x in dense.items()}, surprise=residual - user_lenience)
+    return PastFeatures(dense={name: _standardised(x, data.train) for name, x in dense.items()}, surprise=surprise)
 
 
-def _genre_affinity(genres: Floats, residual: Floats, user_lenience: Floats, past: UserPast) -> tuple[Floats, Floats]:
-    """How much more than usual the user liked earlier films of this film's genres, and how many there were."""
-    shares = RunningSum(past.index, genres).over(past.begin, past.end)
-    residuals = RunningSum(past.index, genres * residual[:, None]).over(past.begin, past.end)
-    excess = (residuals - user_lenience[:, None] * shares) / (shares + 2.0)
-    return (excess * genres).sum(1), (shares * genres).sum(1)
+def _affinities(data: Ratings, past: UserPast, items: ItemStatistics, lenience: Floats) -> dict[str, Floats]:
+    """How far the user's earlier ratings of films like this one lie from the user's mean lenience, and how many there were: by genre, year, popularity."""
+    usual = past.mean(lenience, 3.0)
+    shares = RunningSum(past.index, data.genres).over(past.begin, past.end)
+    sums = RunningSum(past.index, data.genres * lenience[:, None]).over(past.begin, past.end) - usual[:, None] * shares
+    out = {"genre_affinity": (sums / (shares + 2.0) * data.genres).sum(1), "genre_count": np.log1p((shares * data.genres).sum(1))}
+    popularity = np.log1p(items.count).astype(np.int64)
+    for name, kind in (("year", data.release), ("popularity", popularity)):
+        key = data.user * (int(kind.max()) + 1) + kind
+        index = PastIndex(key, data.time)
+        begin, end = index.before(key, data.time)
+        count = end - begin
+        out[f"{name}_affinity"] = (RunningSum(index, lenience).over(begin, end) - usual * count) / (count + 2.0)
+        out[f"{name}_count"] = np.log1p(count)
+    return out
+
+
+def _moments(data: Ratings, past: UserPast) -> dict[str, Floats]:
+    """The date, and the time since the user's last and first earlier events: 0 where there is none."""
+    now = data.time.astype(np.float64)
+    ordered, any_past = now[past.index.order], past.end > past.begin
+    newest = np.where(any_past, ordered[np.maximum(past.end - 1, 0)], now)
+    oldest = np.where(any_past, ordered[past.begin], now)
+    return {"since_last": np.log1p(now - newest), "since_first": np.log1p(now - oldest), "date": now}
 
 
 def _standardised(x: Floats, train: NDArray[np.bool_]) -> Floats:
-    return np.asarray(np.clip((x - x[train].mean()) / (x[train].std() + 1e-6), -4.0, 4.0))
+    """NaN, a missing value, becomes the training mean."""
+    known = x[train & ~np.isnan(x)]
+    mean, deviation = (known.mean(), known.std()) if known.size else (0.0, 0.0)
+    return np.nan_to_num(np.clip((x - mean) / (deviation + 1e-6), -4.0, 4.0))

@@ -1,5 +1,8 @@
 """Rows of jagged tensors inside kernels. All token arithmetic is 64-bit."""
 
+# Kernels are compiled from their source and carry no types.
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
 from gem_kernels.common.language import tl, triton
 
 

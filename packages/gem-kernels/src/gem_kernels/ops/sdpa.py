@@ -6,10 +6,11 @@ Padding costs memory and time in proportion to ``rows * longest row``; the mask 
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
+
 from gem_core.ops import masks
 from gem_core.ops.padded import Padding
 from gem_core.spec import KernelUnavailable
-from torch import Tensor
 
 
 def jagged_attention(

@@ -1,6 +1,7 @@
 """Data parallelism of the dense part with torch's DistributedDataParallel."""
 
 from collections.abc import Mapping
+from inspect import signature
 from typing import Any
 
 import torch.distributed as dist
@@ -8,6 +9,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gem_core.spec import ParallelContext, RequestError
+
+_FORWARD_SYNC = "forward_sync_buffers" if "forward_sync_buffers" in signature(DistributedDataParallel.__init__).parameters else "broadcast_buffers"
+"""torch 2.13 renamed the argument and warns about the old name."""
 
 
 class DataParallel:
@@ -36,11 +40,11 @@ class DataParallel:
         if not dist.is_initialized():
             so = f"the run has {context.world} ranks and no process group"
             raise RequestError("strategy 'ddp'", so, "Start with torchrun, or call torch.distributed.init_process_group first.")
-        if not any(parameter.requires_grad for parameter in module.parameters()):
-            return module
-        return DistributedDataParallel(
-            module, process_group=dist.new_group(), find_unused_parameters=True, broadcast_buffers=False, gradient_as_bucket_view=True
-        )
+        group = dist.new_group()
+        for buffer in module.buffers():  # DDP leaves them alone where it does not broadcast them in forward
+            dist.broadcast(buffer, 0, group=group)
+        words = {"process_group": group, "find_unused_parameters": True, "gradient_as_bucket_view": True, _FORWARD_SYNC: False}
+        return DistributedDataParallel(module, **words)
 
     def describe(self) -> Mapping[str, Any]:
         return {"strategy": "ddp", "world": self._world}

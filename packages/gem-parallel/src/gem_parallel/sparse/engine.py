@@ -15,6 +15,22 @@ from gem_parallel.sparse.sharded import ShardedGroup, sharded_groups
 from gem_parallel.sparse.shards import draw, gather, scatter
 
 
+class _Together(torch.autograd.Function):
+    """Identity of all look-ups of a step: if one of them gets a gradient, all do, and at the same time.
+
+    The collectives of sharded tables run in backward. A rank without rows may leave look-ups out of its loss, and would then skip collectives that
+    the other ranks wait in, or start them in another order.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, *vectors: Tensor) -> tuple[Tensor, ...]:
+        return vectors
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+        return grads
+
+
 class TorchRecEmbeddings(nn.Module):
     """The ``torchrec`` engine (``gem_core.spec.Embeddings``).
 
@@ -72,6 +88,8 @@ class TorchRecEmbeddings(nn.Module):
         if torch.is_grad_enabled():
             self._updates += 1
             self._under_way = True
+            if self._world > 1 and out:
+                out = dict(zip(out, _Together.apply(*out.values())))  # type: ignore[no-untyped-call]
         return out
 
     def _count_updates(self) -> None:

@@ -28,6 +28,7 @@ MAX_TOKEN_STRIDE = 2**24 - 1
 QUERY_RUNS = 256
 """A shared query's gradient is added up in at most this many runs of rows, whatever the device, so that its rounding is the same everywhere."""
 
+
 def gdpa(
     q: Tensor,
     k: Tensor,
@@ -64,7 +65,6 @@ def gdpa(
         KernelUnavailable: dtype, head size or device that this backend does not take.
         MachineError: triton is missing, or the tensors lie on the CPU and the interpreter is off.
     """
-    _check_call(q, k, v)
     if scale_position not in ("inside", "after"):
         raise RequestError(f"gdpa scale_position={scale_position!r}", "it is neither 'inside' nor 'after'", "Choose one of the two.")
     out: Tensor = torch.ops.gem_kernels.gdpa(q, k, v, q_offsets, k_offsets, max_q, max_k, activation, float(scale), scale_position == "after", window)
@@ -72,6 +72,7 @@ def gdpa(
 
 
 def _check_call(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Inside the custom op, where a compiler does not look."""
     asked = "gdpa with backend 'triton'"
     if not (q.dtype == k.dtype == v.dtype) or q.dtype not in DTYPES:
         raise KernelUnavailable(asked, f"q, k, v are {q.dtype}, {k.dtype}, {v.dtype}", "Give all three the same dtype: float32, bfloat16 or float16.")
@@ -181,6 +182,7 @@ def _forward(
     scale_after: bool,
     window: int | None,
 ) -> Tensor:
+    _check_call(q, k, v)
     q, k, v = _readable(q, k, v)
     call = _Call(q, k, v, q_offsets, k_offsets, max_q, max_k, activation, scale, scale_after, window)
     shape = (_out_tokens(q, k, q_offsets, k_offsets), call.heads, v.shape[-1])
@@ -283,12 +285,12 @@ _forward.register_autograd(_backward, setup_context=_save)
 def _lengths(offsets: Tensor | None, rows: int, longest: int) -> Sequence[int]:
     """True lengths, cut at ``longest``; fake offsets hold no values, so there every row counts as the longest: an upper bound."""
     if offsets is None or isinstance(offsets, FakeTensor):
-        return [longest] * rows
+        return [longest] * int(rows)
     lengths: list[int] = offsets.diff().clamp(0, longest).tolist()
     return lengths
 
 
-@register_flop_formula(torch.ops.gem_kernels.gdpa, get_raw=True)  # type: ignore[untyped-decorator]
+@register_flop_formula(torch.ops.gem_kernels.gdpa, get_raw=True)
 def _forward_flops(
     q: Tensor,
     k: Tensor,
@@ -315,7 +317,7 @@ def _forward_flops(
     )
 
 
-@register_flop_formula([torch.ops.gem_kernels.gdpa_query_grad, torch.ops.gem_kernels.gdpa_key_grad], get_raw=True)  # type: ignore[untyped-decorator]
+@register_flop_formula([torch.ops.gem_kernels.gdpa_query_grad, torch.ops.gem_kernels.gdpa_key_grad], get_raw=True)
 def _backward_flops(dout: Tensor, *args: Any, **kwargs: Any) -> int:
     """Each pass has two of the four gradient products; the recomputed scores are not model FLOPs."""
     return _forward_flops(*args, **kwargs)

@@ -11,6 +11,10 @@ Arguments shared by the kernels: ``q_offsets`` is None for a query that all rows
 ``*_row``, ``*_token``, ``*_head`` are strides in elements; outputs and ``dout`` are contiguous. Compile-time arguments are in capitals.
 """
 
+# Kernels are compiled from their source: they carry no types, and branches on compile-time values keep their form.
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+# ruff: noqa: SIM102, SIM108
+
 from gem_kernels.common.activations import activate, slope_of
 from gem_kernels.common.language import tl, triton
 from gem_kernels.common.offsets import load_rows, row_span, store_rows, zero_rows

@@ -1,0 +1,118 @@
+"""What the plugin declares, and what importing this package needs."""
+
+import pkgutil
+import subprocess
+import sys
+
+import pytest
+
+import gem_kernels
+from gem_core.select.registry import registry
+from gem_core.spec import KernelImpl, load_object
+from gem_kernels.plugin import gem_kernel_impls
+
+DECLARED = [pytest.param(impl, id=f"{impl.op}-{impl.backend}{impl.variant and '-'}{impl.variant}") for impl in gem_kernel_impls()]
+KERNEL_MODULES = {
+    "gem_kernels.common.activations",
+    "gem_kernels.common.language",
+    "gem_kernels.common.offsets",
+    "gem_kernels.ops.gdpa.triton",
+}
+"""Modules that hold kernels: loaded on first use, they may ask for triton."""
+
+
+def python(code):
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.parametrize("impl", DECLARED)
+def test_declarations_name_things_that_exist(impl: KernelImpl):
+    spec = registry().op(impl.op)
+    assert impl.contract == spec.contract
+    assert set(impl.features) <= set(spec.features)
+    assert callable(impl.resolve())
+    if impl.check:
+        assert callable(load_object(impl.check))
+
+
+def test_the_installed_plugin_is_this_one():
+    mine = {(o.impl.op, o.impl.backend, o.impl.variant) for o in registry().impls if o.owner_name == "gem-kernels"}
+    assert mine == {(impl.op, impl.backend, impl.variant) for impl in gem_kernel_impls()}
+
+
+def test_declarations_and_their_checks_import_no_torch():
+    code = (
+        "import sys, gem_kernels.plugin as p\n"
+        "from gem_core.spec import load_object, KernelRequest\n"
+        "for impl in p.gem_kernel_impls():\n"
+        "    impl.check and load_object(impl.check)(KernelRequest(op=impl.op, device='cuda', dtype='bf16'))\n"
+        "print(sorted({'torch', 'triton', 'pydantic'} & set(sys.modules)))"
+    )
+    assert python(code).stdout.strip() == "[]", python(code).stderr
+
+
+def test_case_A06_everything_imports_without_triton_and_kernels_say_what_is_missing():
+    names = [m.name for m in pkgutil.walk_packages(gem_kernels.__path__, "gem_kernels.")]
+    assert set(names) >= KERNEL_MODULES
+    code = (
+        "import sys, importlib\n"
+        "for name in ('triton', 'triton.language', 'fbgemm_gpu', 'torchrec'): sys.modules[name] = None\n"
+        "from gem_core.spec import MachineError\n"
+        f"kernels = {KERNEL_MODULES!r}\n"
+        f"for name in {names!r}:\n"
+        "    try:\n"
+        "        importlib.import_module(name)\n"
+        "        assert name not in kernels, name\n"
+        "    except MachineError as error:\n"
+        "        assert name in kernels and 'triton' in str(error) and 'pip install' in str(error), (name, str(error))\n"
+        "import torch\n"
+        "from gem_kernels.ops.gdpa.launch import gdpa\n"
+        "from gem_kernels.nn import GdpaAttention\n"
+        "x, offsets = torch.zeros(2, 1, 16), torch.tensor([0, 2])\n"
+        "try:\n"
+        "    gdpa(x, x, x, offsets, offsets, max_q=2, max_k=2)\n"
+        "except MachineError as error:\n"
+        "    print('raises', error)\n"
+        "print(GdpaAttention(8, 2)(torch.ones(2, 8), offsets, 2).shape)\n"
+    )
+    done = python(code)
+    assert done.returncode == 0, done.stderr
+    assert "raises" in done.stdout
+    assert "triton>=3.6" in done.stdout
+    assert "torch.Size([2, 8])" in done.stdout, "the automatic choice takes the reference"
+
+
+def test_case_A04_each_module_imports_alone():
+    """Custom ops are registered by the module that launches them, in whatever order modules are imported."""
+    code = "import gem_kernels.ops.gdpa.launch, torch; print(torch.ops.gem_kernels.gdpa.default)"
+    assert python(code).stdout.strip() == "gem_kernels.gdpa.default"
+
+
+@pytest.mark.slow
+def test_case_I03_the_kernels_compile_for_hopper_without_a_gpu():
+    """Triton and its assembler come with the wheel: what the interpreter lets pass and the compiler does not shows here."""
+    pytest.importorskip("triton")
+    code = """
+import os
+os.environ.pop("TRITON_INTERPRET", None)
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from gem_kernels.ops.gdpa import triton as kernels
+for kernel in (kernels.forward_kernel, kernels.query_grad_kernel, kernels.key_grad_kernel):
+    fixed = dict(GROUP=2, DIM=24, V_DIM=32, BLOCK_M=64, BLOCK_N=64, BLOCK_D=32, BLOCK_V=32, ACTIVATION="gelu",
+                 SCALE_AFTER=True, WINDOW=True, PRECISION="tf32", q_offsets=None)
+    words = {"scale": "fp32", "k_offsets": "*i64", "dq": "*fp32"}
+    pointers = ("q", "k", "v", "out", "dout", "dk", "dv")
+    signature = {n: "constexpr" if n in fixed else words.get(n, "*bf16" if n in pointers else "i32") for n in kernel.arg_names}
+    constants = {(kernel.arg_names.index(n),): value for n, value in fixed.items()}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=dict(num_warps=4, num_stages=2))
+    print(kernel.fn.__name__, len(compiled.asm["cubin"]) > 0, "wgmma" in compiled.asm["ptx"])
+"""
+    done = python(code)
+    assert done.stdout.split() == [
+        *("forward_kernel", "True", "True"),
+        *("query_grad_kernel", "True", "True"),
+        *("key_grad_kernel", "True", "True"),
+    ], done.stderr[-2000:]

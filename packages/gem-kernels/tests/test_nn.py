@@ -1,0 +1,108 @@
+"""The layers for foreign models."""
+
+import pytest
+import torch
+
+from gem_core.ops import gdpa, jagged_attention
+from gem_core.spec import RequestError
+from gem_core.testing import assert_close
+from gem_kernels.nn import GdpaAttention, JaggedAttention
+
+LAYERS = [GdpaAttention, JaggedAttention]
+
+
+def rows(lengths, width, seed=0):
+    x = torch.randn(sum(lengths), width, generator=torch.Generator().manual_seed(seed))
+    return x, torch.tensor([0, *lengths]).cumsum(0)
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+def test_gdpa_layer_is_projection_attention_projection():
+    layer = GdpaAttention(12, 3, activation="silu", window=2, backend="reference")
+    x, offsets = rows([4, 0, 3], 12)
+    q = layer.q(x).view(7, 3, 4)
+    k, v = layer.kv(x).view(7, 2, 3, 4).unbind(1)
+    o = gdpa(q, k, v, offsets, offsets, max_q=4, max_k=4, activation="silu", scale=0.5, window=2, backend="reference")
+    assert_close(layer(x, offsets, 4), layer.out(o.reshape(7, 12)), bound=1e-6)
+
+
+def test_softmax_layer_is_projection_attention_projection():
+    layer = JaggedAttention(12, 4, head_dim=5, kv_heads=2, causal=True, backend="reference")
+    x, offsets = rows([4, 0, 3], 12)
+    q = layer.q(x).view(7, 4, 5)
+    k, v = layer.kv(x).view(7, 2, 2, 5).unbind(1)
+    o = jagged_attention(q, k, v, offsets, offsets, max_q=4, max_k=4, causal=True, backend="reference")
+    assert_close(layer(x, offsets, 4), layer.out(o.reshape(7, 20)), bound=1e-6)
+
+
+@pytest.mark.parametrize("layer_type", LAYERS)
+def test_cross_attention_reads_the_context_only(layer_type):
+    layer = layer_type(8, 2, backend="reference")
+    x, offsets = rows([2, 1], 8)
+    context, context_offsets = rows([0, 5], 8, seed=1)
+    out = layer(x, offsets, 2, context, context_offsets, 5)
+    assert out.shape == (3, 8)
+    assert not out[:2].any(), "a row without context"
+    changed = context.clone()
+    changed[2] += 1
+    moved = (layer(x, offsets, 2, changed, context_offsets, 5) - out).abs().sum(-1)
+    assert not moved[:2].any()
+    assert moved[2] > 0
+
+
+@pytest.mark.parametrize("layer_type", LAYERS)
+def test_every_parameter_gets_a_gradient(layer_type):
+    layer = layer_type(8, 2, kv_heads=1, backend="reference")
+    x, offsets = rows([3, 0, 2], 8)
+    layer(x, offsets, 3).square().sum().backward()
+    for name, parameter in layer.named_parameters():
+        assert parameter.grad is not None, name
+        assert parameter.grad.abs().sum() > 0, name
+
+
+def test_causal_tokens_do_not_see_what_follows():
+    layer = JaggedAttention(8, 2, causal=True, backend="sdpa")
+    x, offsets = rows([5], 8)
+    later = x.clone()
+    later[3:] += 1
+    before, after = layer(x, offsets, 5), layer(later, offsets, 5)
+    assert_close(after[:3], before[:3], bound=1e-6)
+    assert (after[3:] - before[3:]).abs().sum() > 0
+
+
+def test_backends_agree():
+    layer = JaggedAttention(8, 2, causal=True, backend="reference")
+    x, offsets = rows([5, 0, 2], 8)
+    expected = layer(x, offsets, 5)
+    layer.backend = "sdpa"
+    assert_close(layer(x, offsets, 5), expected, bound=1e-5)
+
+
+def test_heads_that_do_not_divide_the_width_are_refused():
+    with pytest.raises(RequestError, match="width 10.*3 heads"):
+        GdpaAttention(10, 3)
+    assert GdpaAttention(10, 3, head_dim=4).out.in_features == 12
+
+
+def test_half_a_context_is_refused():
+    layer = GdpaAttention(8, 2)
+    x, offsets = rows([2], 8)
+    with pytest.raises(RequestError, match="context"):
+        layer(x, offsets, 2, x)
+
+
+def test_a_copied_layer_is_independent():
+    from copy import deepcopy
+
+    layer = GdpaAttention(8, 2, backend="reference")
+    twin = deepcopy(layer)
+    x, offsets = rows([3], 8)
+    before = twin(x, offsets, 3)
+    with torch.no_grad():
+        layer.q.weight.zero_()
+    assert_close(twin(x, offsets, 3), before, bound=0.0)
+    assert layer(x, offsets, 3).abs().sum() == 0, "f(0) = 0"
