@@ -83,7 +83,7 @@ def test_backends_agree():
 
 
 def test_heads_that_do_not_divide_the_width_are_refused():
-    with pytest.raises(RequestError, match="width 10.*3 heads"):
+    with pytest.raises(RequestError, match=r"width 10.*3 heads"):
         GdpaAttention(10, 3)
     assert GdpaAttention(10, 3, head_dim=4).out.in_features == 12
 

@@ -33,6 +33,8 @@ def test_one_token_a_feature_in_schema_order(kit: ModuleType, numbers: str, name
     x = layer(batch, kit.Lookup(tables)(batch.ids), layer.described(batch))
     assert layer.names == names
     assert x.shape == (3, layer.count, 8)
+    empty = kit.make_batch(kit.FULL, [])
+    assert layer(empty, kit.Lookup(tables)(empty.ids), layer.described(empty)).shape == (0, layer.count, 8)
 
 
 def test_without_features_there_is_one_learned_token(kit: ModuleType) -> None:

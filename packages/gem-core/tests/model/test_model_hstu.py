@@ -130,7 +130,7 @@ def test_hstu_flops_by_hand(kit: ModuleType) -> None:
     pairs = sum(sees(i, j, context, context + n, 2) for n in (3, 0) for i in range(context + n + 1) for j in range(context + n + 1))
     tokens = rows * (context + 1) + 3
     layer = tokens * (8 * 32 + 24 * 8) + 2 * pairs * 8
-    assert model.flops(batch) == 2 * (3 * 17 * 3 * 8 + rows * 8 * 8 + layer + rows * 2 * 8)
+    assert model.flops(batch) == 2 * (3 * 17 * 8 + rows * 8 * 8 + layer + rows * 2 * 8)
     assert model.layers[0].flops(np.array([context + 4, context + 1])) == 2 * layer
 
 

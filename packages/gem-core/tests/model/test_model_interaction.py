@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from gem_core.batch import Jagged, KeyedJagged, lengths_to_offsets
 from gem_core.model.experts import CrossExpert, DeepExpert, Ensemble, LinearExpert, WukongExpert
 from gem_core.model.heads import Heads
-from gem_core.model.layers import Mlp, NormLinear, TokenMix
+from gem_core.model.layers import Mlp, NormLinear, TokenMix, pick
 from gem_core.model.options import CrossOptions, DeepOptions, HeadOptions, LinearOptions, SequenceOptions, WukongOptions
 from gem_core.model.pooling import SeedPooling, SumKronLinear
 from gem_core.model.sequence import Events
@@ -210,6 +210,11 @@ class TestLayers:
         assert before.slot.features == {norm, "before"}
         assert after.slot.features == {norm, "after", "affine", "residual"}
         assert before.flops(6) == 6 * 2 * 4 * 5
+
+    def test_pick(self) -> None:
+        x = torch.randn(2, 4, 3)
+        assert torch.equal(pick(x, [3, 1]), x[:, [3, 1]])
+        assert pick(x, []).shape == (2, 0, 3)
 
     def test_token_mix(self) -> None:
         mix = TokenMix(3, 2)

@@ -131,9 +131,8 @@ class TestEventTokens:
         torch.manual_seed(0)
         return EventTokens(kit.CLICKS, 8, SequenceOptions.model_validate({"dim": 8, "heads": 2} | options))
 
-    @pytest.mark.parametrize("products", [True, False])
-    def test_formula(self, kit: ModuleType, products: bool) -> None:
-        layer = self.make(kit, products=products)
+    def test_formula(self, kit: ModuleType) -> None:
+        layer = self.make(kit)
         batch = kit.make_batch(kit.SCHEMAS["one_group"], [[3], [0], [2]])
         embedded = {"clicks.item": torch.randn(5, 12), "clicks.shop": torch.randn(5, 8)}
         events = layer(batch, embedded)
@@ -142,10 +141,6 @@ class TestEventTokens:
         row = torch.tensor([0, 0, 0, 2, 2])
         x = torch.cat([embedded["clicks.item"][:, :8], embedded["clicks.shop"], batch.event_dense["clicks.price"]], dim=1)
         when = layer.place(torch.tensor([2, 1, 0, 1, 0])) + layer.age(batch.time[row] - batch.event_time["clicks"])
-        if layer.factors is not None:
-            left, right = layer.factors(x).chunk(2, dim=1)
-            when = when + left * right
-        assert (layer.factors is not None) is products
         torch.testing.assert_close(events.values, rms(layer.project.linear(x) + when), rtol=1e-4, atol=1e-5)
         assert events.max_length == 3
         assert events.age is not None
@@ -168,8 +163,7 @@ class TestEventTokens:
         assert layer.flops(3) == 0
 
     def test_flops(self, kit: ModuleType) -> None:
-        assert self.make(kit, products=False).flops(10) == 10 * 2 * (8 + 8 + 1) * 8
-        assert self.make(kit).flops(10) == 10 * 2 * (8 + 8 + 1) * 8 * 3
+        assert self.make(kit).flops(10) == 10 * 2 * (8 + 8 + 1) * 8
 
 
 class TestPersonalFfn:

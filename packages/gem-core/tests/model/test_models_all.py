@@ -39,6 +39,19 @@ MODELS: dict[str, tuple[Any, Any]] = {
     ),
     "hstu": (HstuModel, HstuOptions(dim=8, features={"embedding_dim": 8}, wide=True)),
     "dlrm": (DlrmModel, DlrmOptions(dim=8, features={"embedding_dim": 8}, wide=True)),
+    "gem_group": (
+        GemModel,
+        GemOptions.model_validate(
+            GEM
+            | {
+                "features": {"embedding_dim": 4, "numbers": "group", "group_tokens": 2},
+                "experts": [{"kind": "wukong", "rank": None}, {"kind": "cross"}, {"kind": "deep"}],
+                "ensemble": "concat",
+                "head": {"numbers": True, "shared": [8]},
+                "sequence": SMALL | {"norm": "layer", "keys_per_token": 1},
+            }
+        ),
+    ),
     "dcn": (DlrmModel, DlrmOptions(dim=8, features={"embedding_dim": 8}, interaction="cross")),
 }
 LENGTHS = [[3, 2], [0, 1], [9, 5], [1, 0], [4, 4], [0, 0]]

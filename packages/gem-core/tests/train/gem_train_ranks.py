@@ -7,7 +7,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-LIMIT = 60
+LIMIT = 120
 """Seconds after which ranks that wait for each other count as hung."""
 
 
@@ -23,7 +23,7 @@ class Ranks:
 def run_ranks(size: int, folder: Path, command: str) -> Ranks:
     """Run a command (words in one string) on ``size`` ranks that know each other as torchrun's do."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["gem_train_ranks_preload"])
+    context.set_forkserver_preload(["gem_core.train.run", "gem_core.cli.train", "torch._dynamo"])  # torch's optimisers import dynamo on use
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -49,7 +49,6 @@ def _rank(rank: int, size: int, port: int, command: str, out: Path, err: Path) -
     from gem_core.cli.main import run
 
     torch.set_num_threads(1)
-    import faulthandler; faulthandler.dump_traceback_later(40, exit=False)
     install_fakes()
     code = run(command.split())
     sys.stdout.flush()

@@ -91,7 +91,8 @@ class FeatureTokens(nn.Module):
         self.each = TokenLinear(count, code, dim) if count and options.numbers != "group" else None
         self.group = Mlp(count * code, (2 * dim,), options.group_tokens * dim) if count and options.numbers != "each" else None
         self.dense = nn.ModuleList(nn.Linear(feature.width, dim) for feature in self.vectors)
-        grouped = [f"numbers.{i}" for i in range(options.group_tokens)] if self.group is not None else []
+        self.grouped = options.group_tokens if self.group is not None else 0
+        grouped = [f"numbers.{i}" for i in range(self.grouped)]
         names = [*self.ids, *(self.numbers if self.each is not None else ()), *grouped, *(feature.name for feature in self.vectors)]
         self.names = tuple(names or ["constant"])
         self.constant = None if names else LearnedToken(dim)
@@ -137,7 +138,7 @@ class FeatureTokens(nn.Module):
         if described is not None and self.each is not None:
             parts.append(self.each(described))
         if described is not None and self.group is not None:
-            parts.append(self.group(described.flatten(1)).view(batch.rows, -1, self.dim))
+            parts.append(self.group(described.flatten(1)).view(-1, self.grouped, self.dim))
         parts += [linear(batch.dense[feature.name])[:, None] for feature, linear in zip(self.vectors, self.dense)]
         if self.constant is not None:
             parts.append(self.constant(batch.rows))

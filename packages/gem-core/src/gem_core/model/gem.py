@@ -17,7 +17,7 @@ from gem_core.model.crossing import WeightGen
 from gem_core.model.experts import Ensemble
 from gem_core.model.features import FeatureTokens, target_tokens
 from gem_core.model.heads import Heads
-from gem_core.model.layers import DenseModel, TokenMix, total
+from gem_core.model.layers import DenseModel, TokenMix, pick, total
 from gem_core.model.options import BaseModelOptions, ExpertOptions, MergedSequences, Rate, SequenceOptions, Width, WukongOptions
 from gem_core.model.pooling import SeedPooling
 from gem_core.model.sequence import Events, EventTokens, Lengths, PersonalFfn, SelfAttention
@@ -213,7 +213,7 @@ class GemModel(DenseModel):
     def forward(self, batch: Batch, embedded: dict[str, Tensor]) -> dict[str, Tensor]:
         described = self.features.described(batch)
         x = self.features(batch, embedded, described)
-        targets = [x[:, index] for index in self.targets]
+        targets = [pick(x, tokens) for tokens in self.targets]
         state = State(x, [group(batch, embedded) for group in self.events], [], [])
         for layer in self.layers:
             state = layer(state, targets)

@@ -11,7 +11,7 @@ from gem_core.batch import Batch
 from gem_core.model.features import FeatureTokens, target_tokens
 from gem_core.model.heads import Heads
 from gem_core.model.jagged import regular_offsets, row_of
-from gem_core.model.layers import DenseModel, LearnedToken, NormLinear, pair_width, together, total
+from gem_core.model.layers import DenseModel, LearnedToken, NormLinear, pair_width, pick, together, total
 from gem_core.model.options import BaseModelOptions, Rate, SequenceOptions, Width
 from gem_core.model.sequence import Events, EventTokens, Lengths, LogEmbedding
 from gem_core.model.tables import make_tables
@@ -161,11 +161,11 @@ class HstuModel(DenseModel):
         return self.heads(x[offsets[1:] - 1], batch, first)  # type: ignore[no-any-return]
 
     def _sequence(self, batch: Batch, embedded: dict[str, Tensor], tokens: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Context, events and target of each row: values ``[tokens, dim]``, offsets, and ages ``[tokens]`` int64 (0 but for events) if the bias wants them."""
+        """Context, events and target of each row: values ``[tokens, dim]``, offsets, and if the bias wants them ages ``[tokens]`` int64."""
         rows, device = batch.rows, tokens.device
-        target = self.target(tokens[:, self.candidate].flatten(1)) if self.candidate else self.target(rows)[:, 0]
+        target = self.target(pick(tokens, self.candidate).flatten(1)) if self.candidate else self.target(rows)[:, 0]
         first, last = regular_offsets(rows, len(self.context), device), regular_offsets(rows, 1, device)
-        context = tokens[:, self.context].flatten(0, 1)
+        context = pick(tokens, self.context).flatten(0, 1)
         events = [group(batch, embedded) for group in self.events]
         history, between, age = self._history(events) if events else (context[:0], first * 0, None)
         dtype = torch.promote_types(tokens.dtype, target.dtype)

@@ -24,6 +24,11 @@ def together(first: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
     return tuple(t.to(dtype) for t in (first, *rest))
 
 
+def pick(x: Tensor, tokens: Sequence[int]) -> Tensor:
+    """Some tokens of ``x`` ``[rows, tokens, dim]``, by views: a list as an index would be copied to the device in every step."""
+    return torch.stack([x[:, token] for token in tokens], dim=1) if tokens else x[:, :0]
+
+
 def pair_width(dim: int, out: int) -> int:
     """Model FLOPs of one row through a ``dim`` x ``out`` matrix."""
     return 2 * dim * out

@@ -60,8 +60,6 @@ class SequenceOptions(Options):
     """Rotary angles by the number of later events, with ``time`` plus log(1 + age / time_scale)."""
     time_scale: float = Field(default=3600.0, gt=0.0)
     """Seconds."""
-    products: bool = True
-    """Add to an event's linear map the product of two further ones, so that one column (a rating) can weigh another (an item)."""
     time_buckets: int = Field(default=32, ge=2)
     """Log-spaced buckets of the age of an event at the impression."""
     seeds: int = Field(default=4, ge=0)

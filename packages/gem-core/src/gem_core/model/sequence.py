@@ -110,9 +110,9 @@ def rotate(x: Tensor, angles: Tensor) -> Tensor:
 
 
 class EventTokens(nn.Module):
-    """``N(W c + (U c) * (V c) + place + age)`` of an event's columns ``c``, its side embeddings and numbers: ``[events, dim]``.
+    """``N(W c + place + age)`` of an event's columns ``c``, its side embeddings and numbers: ``[events, dim]``.
 
-    ``place`` and ``age`` are learned vectors of log-spaced buckets. The product (option ``products``) is a low-order form of the mask of InterFormer.
+    ``place`` and ``age`` are learned vectors of log-spaced buckets of the number of later events and of the seconds to the impression.
     """
 
     def __init__(self, group: SequenceFeature, embedding_dim: int, options: SequenceOptions) -> None:
@@ -124,7 +124,6 @@ class EventTokens(nn.Module):
                 f"rope = 'time' for {group.name!r}", "the group carries no event times", f"Set sequences.{group.name}.rope to 'position'."
             )
         self.project = NormLinear(self.inputs, options.dim, where="after", residual=True, norm=options.norm) if self.inputs else None
-        self.factors = nn.Linear(self.inputs, 2 * options.dim) if self.inputs and options.products else None
         self.place = LogEmbedding(POSITION_BUCKETS, 16.0, options.dim)
         self.age = LogEmbedding(options.time_buckets, 32.0, options.dim) if group.time else None
         rotary = options.rope != "off" and options.attention != "off"
@@ -141,17 +140,9 @@ class EventTokens(nn.Module):
             when = when + self.age(age)
         parts = [embedded[f"{name}.{feature.name}"][:, : self.width] for feature in self.group.ids]
         parts += [batch.event_dense[f"{name}.{feature.name}"] for feature in self.group.dense]
-        values = when if self.project is None else self._fuse(torch.cat(parts, dim=-1), when)
+        values = when if self.project is None else self.project(torch.cat(parts, dim=-1), when)
         angles = None if self.rotary is None else self.rotary(place, age)
         return Events(values, jagged.offsets, jagged.max_length, age, angles)
-
-    def _fuse(self, columns: Tensor, when: Tensor) -> Tensor:
-        assert self.project is not None
-        if self.factors is not None:
-            left, right = self.factors(columns).chunk(2, dim=-1)
-            when = torch.addcmul(when, left, right)
-        out: Tensor = self.project(columns, when)
-        return out
 
     def events(self, batch: Batch, embedded: dict[str, Tensor]) -> int:
         """Number of events, from shapes; RequestError when the group's columns disagree."""
@@ -167,8 +158,7 @@ class EventTokens(nn.Module):
         return next(iter(sizes.values()))
 
     def flops(self, events: int) -> int:
-        factors = 0 if self.factors is None else events * pair_width(self.inputs, 2 * self.dim)
-        return factors + (0 if self.project is None else self.project.flops(events))
+        return 0 if self.project is None else self.project.flops(events)
 
 
 class PersonalFfn(nn.Module):

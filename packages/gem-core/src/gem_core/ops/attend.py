@@ -94,7 +94,7 @@ def weigh(p: Tensor, v: Tensor) -> Tensor:
 def softmax_weigh(scores: Tensor, mask: Tensor, v: Tensor) -> Tensor:
     """``softmax(scores) v`` over the keys of ``mask``; a query without any gets zeros and passes zero gradients.
 
-    Masked scores become the lowest finite number, in place, so that no NaN arises in either direction.
+    Hidden scores get a large finite number off, in place: no NaN arises in either direction, and the gradient passes the addition without a copy.
 
     Args:
         scores: ``[rows, kv_heads, group, max_q, max_k]``, overwritten.
@@ -104,7 +104,8 @@ def softmax_weigh(scores: Tensor, mask: Tensor, v: Tensor) -> Tensor:
     Returns:
         ``[rows, max_q, heads, v_dim]``.
     """
-    weights = scores.masked_fill_(~mask, torch.finfo(scores.dtype).min).softmax(-1)
+    hidden = torch.zeros(mask.shape, dtype=scores.dtype, device=scores.device).masked_fill_(~mask, torch.finfo(scores.dtype).min / 2)
+    weights = scores.add_(hidden).softmax(-1)
     return torch.where(per_head(mask.any(-1))[..., None], weigh(weights, v), 0.0)
 
 

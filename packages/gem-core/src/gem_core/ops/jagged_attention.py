@@ -121,7 +121,7 @@ def reference(
     if bias is not None:
         groups = (1, 1) if bias.shape[1] == 1 else (k.shape[1], q.shape[1] // k.shape[1])
         grouped = bias.reshape(bias.shape[0], *groups, max_q, max_k)
-        scores = scores + widen(grouped)
+        scores = scores + widen(grouped).clamp(min=torch.finfo(scores.dtype).min / 4)
         mask = mask & (grouped != -torch.inf)
     out = rows.pack(softmax_weigh(scores, mask, rows.v)).to(q.dtype)
     return (out, _lse(scores.detach(), mask, rows)) if return_lse else out

@@ -23,7 +23,7 @@ from gem_data.ledger import Ledger
 from gem_data.options import Ml100kOptions
 from gem_data.score import logit, scores, sigmoid
 from gem_data.sources.base import TableSource
-from gem_data.sources.ml_100k_features import CrossFittedItems, PastFeatures, PastItems, Ratings, UserPast, past_features, user_past
+from gem_data.sources.ml_100k_features import CrossFittedItems, Past, PastFeatures, PastItems, Ratings, earlier_events, past_features
 from gem_data.vocabulary import Vocabulary
 
 FILES = ("ml-100k.inter", "ml-100k.user", "ml-100k.item")
@@ -134,7 +134,7 @@ def _build_table(frame: pl.DataFrame, train: NDArray[np.bool_], films: pl.DataFr
         genres=_genre_shares(genres, genre_rows),
         train=train,
     )
-    past = user_past(ratings.user, ratings.time, options.history_rule)
+    past = earlier_events(ratings.user, ratings.time, options.history_rule)
     features = past_features(ratings, past, PastItems(ratings) if options.item_statistics == "past" else CrossFittedItems(ratings))
     stars = IdFeature(name="rating", cardinality=6)
     item = IdFeature(name="item", cardinality=cardinality["item"])
@@ -162,7 +162,7 @@ def _build_table(frame: pl.DataFrame, train: NDArray[np.bool_], films: pl.DataFr
     )
 
 
-def _history(item: Tensor, ratings: Ratings, features: PastFeatures, past: UserPast, length: int) -> Events:
+def _history(item: Tensor, ratings: Ratings, features: PastFeatures, past: Past, length: int) -> Events:
     order = torch.from_numpy(past.index.order)
     return Events(
         spans=Spans(begin=torch.from_numpy(past.last(length)), end=torch.from_numpy(past.end)),

@@ -37,27 +37,37 @@ class Ratings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class UserPast:
-    """Each row's earlier events of the same user, as a part of ``index.order``."""
+class Past:
+    """Each row's earlier events with the same key, as a part of ``index.order``."""
 
     index: PastIndex
     begin: Ints
     end: Ints
+    rule: str
+
+    @property
+    def count(self) -> Ints:
+        """Number of earlier events ``[rows]``."""
+        return self.end - self.begin
 
     def last(self, count: int) -> Ints:
         """Where the last ``count`` events begin."""
         return np.maximum(self.begin, self.end - count)
+
+    def sum(self, values: Floats) -> Floats:
+        """Sum over the earlier events."""
+        return RunningSum(self.index, values).over(self.begin, self.end)
 
     def mean(self, values: Floats, strength: float, count: int | None = None) -> Floats:
         """Mean over the earlier events, or over the last ``count`` of them, pulled towards 0 by ``strength`` events."""
         return RunningSum(self.index, values).shrunk_mean(self.begin if count is None else self.last(count), self.end, strength)
 
 
-def user_past(user: Ints, time: Ints, rule: str) -> UserPast:
-    """Earlier events: ``strict`` by timestamp, ``order`` by place in the stable time order."""
-    index = PastIndex(user, time)
-    begin, end = index.before(user, time)
-    return UserPast(index=index, begin=begin, end=end if rule == "strict" else index.positions())
+def earlier_events(key: Ints, time: Ints, rule: str) -> Past:
+    """Earlier events of one key: ``strict`` by timestamp, ``order`` by place in the stable time order."""
+    index = PastIndex(key, time)
+    begin, end = index.before(key, time)
+    return Past(index=index, begin=begin, end=end if rule == "strict" else index.positions(), rule=rule)
 
 
 class ItemStatistics(Protocol):
@@ -115,7 +125,7 @@ class PastFeatures:
     surprise: Floats
 
 
-def past_features(data: Ratings, past: UserPast, items: ItemStatistics) -> PastFeatures:
+def past_features(data: Ratings, past: Past, items: ItemStatistics) -> PastFeatures:
     """Running statistics, each pulled towards the training mean where little is known."""
     centred = data.rating - data.rating[data.train].mean()
     liked = data.rating >= 4
@@ -130,7 +140,7 @@ def past_features(data: Ratings, past: UserPast, items: ItemStatistics) -> PastF
         "user_lenience_5": past.mean(lenience, 2.0, 5),
         "user_lenience_20": past.mean(lenience, 3.0, 20),
         "user_spread": np.sqrt(np.maximum(0.0, past.mean(centred**2, 3.0))),
-        "user_count": np.log1p(past.end - past.begin),
+        "user_count": np.log1p(past.count),
         "item_mean": item_mean,
         "item_quality": item_quality,
         "item_count": np.log1p(items.count),
@@ -141,27 +151,24 @@ def past_features(data: Ratings, past: UserPast, items: ItemStatistics) -> PastF
     return PastFeatures(dense={name: _standardised(x, data.train) for name, x in dense.items()}, surprise=surprise)
 
 
-def _affinities(data: Ratings, past: UserPast, items: ItemStatistics, lenience: Floats) -> dict[str, Floats]:
+def _affinities(data: Ratings, past: Past, items: ItemStatistics, lenience: Floats) -> dict[str, Floats]:
     """How far the user's earlier ratings of films like this one lie from the user's mean lenience, and how many there were: by genre, year, popularity."""
     usual = past.mean(lenience, 3.0)
-    shares = RunningSum(past.index, data.genres).over(past.begin, past.end)
-    sums = RunningSum(past.index, data.genres * lenience[:, None]).over(past.begin, past.end) - usual[:, None] * shares
-    out = {"genre_affinity": (sums / (shares + 2.0) * data.genres).sum(1), "genre_count": np.log1p((shares * data.genres).sum(1))}
+    shares = past.sum(data.genres)
+    excess = past.sum(data.genres * lenience[:, None]) - usual[:, None] * shares
+    out = {"genre_affinity": (excess / (shares + 2.0) * data.genres).sum(1), "genre_count": np.log1p((shares * data.genres).sum(1))}
     popularity = np.log1p(items.count).astype(np.int64)
     for name, kind in (("year", data.release), ("popularity", popularity)):
-        key = data.user * (int(kind.max()) + 1) + kind
-        index = PastIndex(key, data.time)
-        begin, end = index.before(key, data.time)
-        count = end - begin
-        out[f"{name}_affinity"] = (RunningSum(index, lenience).over(begin, end) - usual * count) / (count + 2.0)
-        out[f"{name}_count"] = np.log1p(count)
+        alike = earlier_events(data.user * (int(kind.max()) + 1) + kind, data.time, past.rule)
+        out[f"{name}_affinity"] = (alike.sum(lenience) - usual * alike.count) / (alike.count + 2.0)
+        out[f"{name}_count"] = np.log1p(alike.count)
     return out
 
 
-def _moments(data: Ratings, past: UserPast) -> dict[str, Floats]:
+def _moments(data: Ratings, past: Past) -> dict[str, Floats]:
     """The date, and the time since the user's last and first earlier events: 0 where there is none."""
     now = data.time.astype(np.float64)
-    ordered, any_past = now[past.index.order], past.end > past.begin
+    ordered, any_past = now[past.index.order], past.count > 0
     newest = np.where(any_past, ordered[np.maximum(past.end - 1, 0)], now)
     oldest = np.where(any_past, ordered[past.begin], now)
     return {"since_last": np.log1p(now - newest), "since_first": np.log1p(now - oldest), "date": now}
