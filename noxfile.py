@@ -151,13 +151,13 @@ def quickstart(session: nox.Session) -> None:
     install_sources(session, *PACKAGES)
     session.run("gem", "doctor")
     session.run("gem", "data", "fetch", "ml-100k", success_codes=[0, 3])
-    recipe = "quickstart" if _fetched(session) else "quickstart-synthetic"
+    recipe = "quickstart" if _fetched(session) else "synthetic"
     session.run("gem", "train", "-c", recipe, "--out", "runs/quickstart", *session.posargs)
 
 
 def _fetched(session: nox.Session) -> bool:
     """Whether MovieLens-100K lies in the cache; without it the quickstart trains on generated data and says so."""
-    probe = "import sys; from gem_data.fetch import cached; sys.exit(cached('ml-100k') is None)"
+    probe = "import sys; from gem_data.fetch import *; sys.exit(not is_complete(find_release('ml-100k'), default_folder('ml-100k')))"
     found = subprocess.run([str(Path(session.bin) / "python"), "-c", probe]).returncode == 0
     if not found:
         session.warn("MovieLens-100K could not be fetched: training on the synthetic source instead")

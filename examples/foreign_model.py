@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from gem_core.ops import pooled_attention
 from gem_kernels.nn import GdpaAttention, JaggedAttention
 
-ITEMS, KINDS, WIDTH, HEADS, LONGEST = 200, 20, 32, 4, 20
+ITEMS, KINDS, WIDTH, HEADS, LONGEST = 20, 10, 32, 4, 12
 
 
 class ClickModel(nn.Module):
@@ -55,13 +55,13 @@ def batch(users: int, generator: torch.Generator) -> tuple[Tensor, Tensor, int, 
     return history, offsets, int(lengths.max()), candidate, label
 
 
-def main(steps: int = 150, users: int = 256) -> list[float]:
+def main(steps: int = 120, users: int = 128) -> list[float]:
     """Train, print the loss, return it for every step."""
     torch.manual_seed(0)
     generator = torch.Generator().manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = ClickModel("sdpa").to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses = []
     for step in range(steps):
         history, offsets, longest, candidate, label = batch(users, generator)
@@ -71,7 +71,7 @@ def main(steps: int = 150, users: int = 256) -> list[float]:
         loss.backward()
         optimizer.step()
         losses.append(float(loss.detach()))
-        if step % 25 == 0 or step == steps - 1:
+        if step % 20 == 0 or step == steps - 1:
             print(f"step {step:3d}   loss {sum(losses[-10:]) / len(losses[-10:]):.4f}")
     return losses
 

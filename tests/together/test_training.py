@@ -88,11 +88,11 @@ def test_a_checkpoint_of_one_engine_evaluates_on_the_other(gem: Gem, tmp_path: P
 def test_both_engines_start_from_the_same_weights() -> None:
     from gem_core.builtin.embedding import TorchEmbeddings
     from gem_core.spec import SparseOptimizer, TableSpec
-    from gem_parallel.sparse.engine import TorchrecEmbeddings
+    from gem_parallel.sparse.engine import TorchRecEmbeddings
 
     tables = [TableSpec(name="item", rows=50, dim=8, features=("item",), init_scale=0.1)]
     ours = TorchEmbeddings(tables, SparseOptimizer(), device="cpu", seed=3).export_tables()
-    theirs = TorchrecEmbeddings(tables, SparseOptimizer(), device="cpu", seed=3).export_tables()
+    theirs = TorchRecEmbeddings(tables, SparseOptimizer(), device="cpu", seed=3).export_tables()
     assert torch.equal(ours["item"]["weight"], theirs["item"]["weight"])
     assert ours["item"]["weight"].std() > 0.01
 

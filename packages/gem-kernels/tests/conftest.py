@@ -8,3 +8,8 @@ if not torch.cuda.is_available() and find_spec("triton") is not None:
     os.environ["TRITON_INTERPRET"] = "1"
 
 torch.set_num_threads(1)
+
+
+def pytest_configure(config):
+    # exp(large) is infinity and 1 / infinity is 0, as the kernels want it; numpy, which the interpreter computes with, warns.
+    config.addinivalue_line("filterwarnings", "ignore:overflow encountered in exp:RuntimeWarning")

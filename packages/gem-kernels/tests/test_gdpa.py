@@ -21,10 +21,7 @@ pytest.importorskip("triton")
 from gem_kernels.ops.gdpa import launch
 from gem_kernels.ops.gdpa.limits import check
 
-pytestmark = [
-    pytest.mark.skipif(torch.cuda.is_available(), reason="these run under the interpreter; tests/gpu has the CUDA ones"),
-    pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning"),
-]
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="these run under the interpreter; tests/gpu has the CUDA ones")
 
 
 def offsets_of(lengths):
@@ -69,12 +66,12 @@ def test_float16(options):
     compare(arguments, {**limits, **options})
 
 
-@pytest.mark.parametrize(("dim", "v_dim"), [(16, 48), (40, 24), (8, 1)])
+@pytest.mark.parametrize(("dim", "v_dim"), [(40, 24), (8, 1)])
 def test_head_sizes_that_are_not_powers_of_two_are_padded(dim, v_dim):
     compare(*draw([5, 0, 34], dim=dim, v_dim=v_dim))
 
 
-@settings(max_examples=8, deadline=None, derandomize=True)
+@settings(max_examples=5, deadline=None, derandomize=True)
 @given(queries=jagged_lengths(max_rows=3, max_length=40), data=jagged_lengths(min_rows=3, max_rows=3, max_length=40))
 def test_drawn_cross_lengths_with_a_window(queries, data):
     compare(*(lambda a, o: (a, {**o, "window": 5, "activation": "silu"}))(*draw(queries, data[: len(queries)])))
@@ -287,6 +284,14 @@ def test_a_compiler_sees_one_op():
     calls = [str(node.target) for node in graphs[0].graph.nodes if node.op == "call_function"]
     assert [name for name in calls if "gdpa" in name] == ["gem_kernels.gdpa"]
     torch._dynamo.reset()
+
+
+def test_a_surrounding_autocast_does_not_change_the_result():
+    arguments, options = draw([4, 0, 7], heads=1)
+    plain = results(launch.gdpa, arguments, options, list(arguments[:3]))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = launch.gdpa(*arguments, **options)
+    assert torch.equal(out, plain[0])
 
 
 # ---- FLOPs ----------------------------------------------------------------------------------------------------------------------------

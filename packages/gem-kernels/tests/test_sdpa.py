@@ -128,6 +128,16 @@ def test_repeats_to_the_bit_on_a_cpu():
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
 
 
+def test_a_surrounding_autocast_does_not_change_the_result():
+    q, k, v, offsets = packed([7, 0, 3])
+    plain = sdpa.jagged_attention(q, k, v, offsets, offsets, max_q=7, max_k=7)
+    seeds = torch.randn(2, 2, 8)
+    pooled = sdpa.pooled_attention(seeds, k, v, offsets, max_k=7)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(sdpa.jagged_attention(q, k, v, offsets, offsets, max_q=7, max_k=7), plain)
+        assert torch.equal(sdpa.pooled_attention(seeds, k, v, offsets, max_k=7), pooled)
+
+
 def test_the_log_sum_exp_is_not_offered():
     q, k, v, offsets = packed([3])
     with pytest.raises(KernelUnavailable, match="log-sum-exp"):

@@ -3,6 +3,7 @@
 from itertools import pairwise
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from gem_core.ops.activations import ACTIVATIONS
@@ -38,6 +39,8 @@ def gdpa(
         if window is not None:
             weight = weight * _near(len(row_q), len(row_k), window, q.device)
         rows.append(torch.einsum("hqk,khd->qhd", weight, row_v))
+    if q_offsets is not None:  # tokens beyond max_q are cut: they give zeros
+        rows = [F.pad(row, (0, 0, 0, 0, 0, length - len(row))) for row, length in zip(rows, q_offsets.diff().tolist(), strict=True)]
     if not rows:  # nothing to do, but the inputs still have (zero) gradients
         return q.new_zeros(0, q.shape[1], v.shape[-1]) + (q[:0].sum() + k[:0].sum() + v[:0].sum())
     return torch.cat(rows).to(q.dtype)

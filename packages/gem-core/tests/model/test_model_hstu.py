@@ -47,7 +47,7 @@ def test_case_B23_contextual_prefix_parity(context: int, window: int | None, con
     start = 0
     for length, history in zip(lengths, histories):
         row = x[start : start + length]
-        made = torch.nn.functional.silu(layer.inputs.linear(torch.nn.functional.layer_norm(row, (8,))))
+        made = torch.nn.functional.silu(torch.nn.functional.linear(torch.nn.functional.layer_norm(row, (8,)), layer.inputs.weight, layer.inputs.bias))
         u, v, q, k = made.view(length, 4, 2, 4).unbind(1)
         found = torch.zeros(length, 2, 4)
         for i in range(length):

@@ -29,6 +29,11 @@ def rms(x: Tensor) -> Tensor:
     return x / (x.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt()
 
 
+def linear(layer: NormLinear, x: Tensor) -> Tensor:
+    """The layer's matrix without its norm."""
+    return nn.functional.linear(x, layer.weight, layer.bias)
+
+
 class TestPooling:
     def test_sum_kron_is_a_sum_of_products(self) -> None:
         layer = SumKronLinear(4, 3, 5, 6, 2)
@@ -48,16 +53,16 @@ class TestPooling:
         assert layer.tokens == ((folded or seeds) if seeds else 0) + queries
         edges = events.offsets.tolist()
         for r in range(4):
-            k, v = layer.key_value.linear(rms(events.values[edges[r] : edges[r + 1]])).view(-1, 2, 2, 4).unbind(1)
+            k, v = linear(layer.key_value, rms(events.values[edges[r] : edges[r + 1]])).view(-1, 2, 2, 4).unbind(1)
             q = [layer.seeds] if layer.seeds is not None else []
-            q += [layer.query.linear(rms(asked[r])).view(-1, 2, 4)] if queries else []
+            q += [linear(layer.query, rms(asked[r])).view(-1, 2, 4)] if queries else []
             scores = torch.einsum("ihd,jhd->hij", torch.cat(q), k) / 2.0
             found = torch.einsum("hij,jhd->ihd", scores.softmax(-1), v).flatten(1)
             want = []
             if layer.fold is not None:
                 want.append(layer.norm(layer.fold(found[None, :seeds])[0]))
             if queries:
-                want.append(rms(layer.found.linear(found[seeds:]) + asked[r]))
+                want.append(rms(linear(layer.found, found[seeds:]) + asked[r]))
             torch.testing.assert_close(out[r], torch.cat(want), rtol=1e-4, atol=1e-5)
 
     def test_flops_by_hand(self) -> None:
@@ -203,10 +208,10 @@ class TestLayers:
 
         x, residual = torch.randn(2, 3, 4), torch.randn(2, 3, 5)
         before, after = NormLinear(4, 5, norm=norm), NormLinear(4, 5, where="after", residual=True, norm=norm)
-        torch.testing.assert_close(before(x), before.linear(plain(x)))
+        torch.testing.assert_close(before(x), linear(before, plain(x)))
         assert after.gain is not None
         after.gain.data.uniform_(0.5, 2.0)
-        torch.testing.assert_close(after(x, residual), plain(after.linear(x) + residual) * after.gain)
+        torch.testing.assert_close(after(x, residual), plain(linear(after, x) + residual) * after.gain)
         assert before.slot.features == {norm, "before"}
         assert after.slot.features == {norm, "after", "affine", "residual"}
         assert before.flops(6) == 6 * 2 * 4 * 5

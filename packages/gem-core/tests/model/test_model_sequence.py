@@ -9,11 +9,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
 from gem_core.batch import Jagged, lengths_to_offsets
 from gem_core.model.crossing import KeyValues, WeightGen
 from gem_core.model.jagged import from_end, mean_rows, regular_offsets, row_of
+from gem_core.model.layers import NormLinear
 from gem_core.model.options import SequenceOptions
 from gem_core.model.sequence import Events, EventTokens, LogEmbedding, PersonalFfn, RotaryAngles, SelfAttention, event_age, log_buckets, rotate
 from gem_core.spec import RequestError
@@ -35,6 +36,11 @@ def rows_of(events: Events) -> list[slice]:
 
 def rms(x: Tensor) -> Tensor:
     return x / (x.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt()
+
+
+def linear(layer: NormLinear, x: Tensor) -> Tensor:
+    """The layer's matrix without its norm."""
+    return nn.functional.linear(x, layer.weight, layer.bias)
 
 
 class TestIndices:
@@ -141,7 +147,7 @@ class TestEventTokens:
         row = torch.tensor([0, 0, 0, 2, 2])
         x = torch.cat([embedded["clicks.item"][:, :8], embedded["clicks.shop"], batch.event_dense["clicks.price"]], dim=1)
         when = layer.place(torch.tensor([2, 1, 0, 1, 0])) + layer.age(batch.time[row] - batch.event_time["clicks"])
-        torch.testing.assert_close(events.values, rms(layer.project.linear(x) + when), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(events.values, rms(linear(layer.project, x) + when), rtol=1e-4, atol=1e-5)
         assert events.max_length == 3
         assert events.age is not None
         assert events.age.dtype == torch.int64
@@ -176,7 +182,7 @@ class TestPersonalFfn:
         key, value = layer.make(sources)
         for r, part in enumerate(rows_of(events)):
             s = events.values[part]
-            q = layer.query.linear(rms(s)).view(-1, 2, 4)
+            q = linear(layer.query, rms(s)).view(-1, 2, 4)
             scores = torch.einsum("ihd,jhd->hij", q, key[r]) / (tau or 2.0)
             o = torch.einsum("hij,jhd->ihd", torch.nn.functional.silu(scores), value[r]).flatten(1)
             torch.testing.assert_close(out[part], s + layer.out(o), rtol=1e-4, atol=1e-5)
@@ -196,7 +202,7 @@ class TestPersonalFfn:
 
     def test_rows_get_their_own_network(self) -> None:
         events = events_of(lengths=[2, 2])
-        events = replace(events, values=events.values[:2].repeat(2, 1))
+        events = events._replace(values=events.values[:2].repeat(2, 1))
         layer = PersonalFfn(2, 5, SequenceOptions(dim=8, heads=2))
         same = layer(events, torch.randn(1, 2, 5).expand(2, 2, 5))
         torch.testing.assert_close(same[:2], same[2:])
@@ -245,7 +251,7 @@ class TestSelfAttention:
         out = layer(events)
         for part in rows_of(events):
             s = events.values[part]
-            q, k, v = layer.qkv.linear(rms(s)).view(-1, 3, 2, 4).unbind(1)
+            q, k, v = linear(layer.qkv, rms(s)).view(-1, 3, 2, 4).unbind(1)
             if events.angles is not None:
                 q, k = rotate(q, events.angles[part]), rotate(k, events.angles[part])
             i = torch.arange(len(s))

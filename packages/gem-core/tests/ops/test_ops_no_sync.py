@@ -7,8 +7,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gem_core.builtin.kernels import OPS
-from gem_core.ops import gdpa, hstu_attention, jagged, padded
 from gem_core.ops import checks as checks_module
+from gem_core.ops import gdpa, hstu_attention, jagged, padded
 from gem_core.ops.slot import check_of
 from gem_core.spec import load_object
 from gem_core.testing.inputs import Inputs

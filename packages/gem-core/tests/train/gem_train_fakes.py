@@ -35,6 +35,8 @@ class ProbeOptions(BaseModel):
 class Probe(nn.Module):
     """Two linear layers over a pooled item vector and three numbers. ``seen`` counts the rows of every forward pass."""
 
+    scale: Tensor
+
     def __init__(self, schema: DataSchema, options: ProbeOptions) -> None:
         super().__init__()
         self.tasks = [task.name for task in schema.tasks]

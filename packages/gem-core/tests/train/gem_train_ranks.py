@@ -64,4 +64,4 @@ def install_fakes() -> None:
     found = [plugin for plugin in load_plugins() if plugin.name == "gem-core"]
     name = "gem_train_fakes"
     found.append(LoadedPlugin(name=name, module=name, distribution="fakes", version="1", status="loaded", plugin=gem_train_fakes))
-    manager.load_plugins = lambda *, required=(): found  # type: ignore[attr-defined, assignment]
+    manager.load_plugins = lambda *, required=(): found  # type: ignore[attr-defined]

@@ -73,7 +73,7 @@ def test_nothing_that_is_not_finite_is_written(tmp_path: Path, bad: float, part:
 
 def test_planted_fault_a_check_that_looks_at_one_level_only_would_pass(tmp_path: Path) -> None:
     """Twin: the fault above lies three levels down; a shallow check does not see it, ours does."""
-    broken = {"dense": {"deep": [{"w": torch.tensor([float("nan")])}]}}
+    broken: dict[str, dict[str, Any]] = {"dense": {"deep": [{"w": torch.tensor([float("nan")])}]}}
     shallow = [t for t in broken["dense"].values() if isinstance(t, torch.Tensor) and not torch.isfinite(t).all()]
     assert shallow == []
     with pytest.raises(RunFailed):
@@ -125,7 +125,7 @@ def test_only_plain_values_are_unpickled(tmp_path: Path) -> None:
     """A checkpoint from a stranger cannot run code."""
     path = checkpoint.save_checkpoint(tmp_path / "checkpoints", 1, STATE, {}, keep=1)
     torch.save({"f": os.getcwd}, path / "trainer.pt")
-    with pytest.raises(Exception, match="[Ww]eights"):
+    with pytest.raises(Exception, match=r"[Ww]eights"):
         checkpoint.find_checkpoint(tmp_path).read()
 
 
@@ -181,7 +181,7 @@ def test_case_E01_tables_are_whole_and_named() -> None:
 
 
 def draw() -> list[float]:
-    return [float(torch.rand(())), float(np.random.rand()), float(np.random.randn()), random.random(), random.gauss(0, 1)]  # noqa: NPY002
+    return [float(torch.rand(())), float(np.random.rand()), float(np.random.randn()), random.random(), random.gauss(0, 1)]
 
 
 def test_random_states_go_on(tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ def test_train_then_eval_then_resume(recipe: str, tmp_path: Path, capsys: pytest
         (["train"], 2, "no configuration is named"),
         (["train", "-c", "no-such-recipe"], 2, "neither a file nor a recipe"),
         (["train", "-c", "RECIPE", "--set", "optim.lrr=1"], 2, "Did you mean 'lr'"),
-        (["train", "-c", "RECIPE", "--set", "data.options.bad_label=3"], 2, "label 'ctr': it holds 2.0"),
+        (["train", "-c", "RECIPE", "--set", "data.options.bad_label=3"], 2, "gem: label 'ctr'\n  it holds 2.0"),
         (["train", "-c", "RECIPE", "--set", "data.options.nan_row=3"], 1, "dense feature 'x'"),
         (["train", "-c", "RECIPE", "--resume", "nowhere"], 2, "no manifest.json of a run"),
         (["eval", "nowhere"], 2, "no manifest.json of a run"),

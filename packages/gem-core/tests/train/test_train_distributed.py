@@ -111,7 +111,15 @@ def test_the_strategy_of_one_process_refuses_two(launch: Launch, tmp_path: Path)
     assert not (tmp_path / "run").exists()
 
 
-TORCHRUN = "import sys; sys.path.insert(0, sys.argv[1]); import gem_train_ranks as r; r.install_fakes(); from gem_core.cli.main import run; sys.exit(run(sys.argv[2:]))"
+TORCHRUN = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import gem_train_ranks
+from gem_core.cli.main import run
+
+gem_train_ranks.install_fakes()
+sys.exit(run(sys.argv[2:]))
+"""
 
 
 def test_torchrun_starts_a_run(recipe: str, tmp_path: Path) -> None:
@@ -124,8 +132,6 @@ def test_torchrun_starts_a_run(recipe: str, tmp_path: Path) -> None:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(port), str(program)]
     words = command(tmp_path / "run", "train.epochs=1").replace("RECIPE", recipe).split()
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*launcher, str(Path(__file__).parent), *words], capture_output=True, text=True, env=environment, timeout=300, check=False
-    )
+    done = subprocess.run([*launcher, str(Path(__file__).parent), *words], capture_output=True, text=True, env=environment, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     assert (summary_of(tmp_path / "run")["world"], summary_of(tmp_path / "run")["steps"]) == (2, 6)

@@ -64,7 +64,7 @@ def on_ranks(size: int, do: Callable[[World], Any]) -> list[Any]:
 
 def play(shares: list[int], *, uneven: str, accumulate: int = 1, rows: int = 4) -> list[tuple[list[Work], Feed]]:
     """All steps of an epoch where rank r has ``shares[r]`` batches of ``rows`` rows."""
-    source = FakeSource(rows=rows * sum(shares), shares=dict(enumerate(shares)))
+    source = FakeSource(rows=rows * sum(shares), shares={str(rank): count for rank, count in enumerate(shares)})
 
     def rank(world: World) -> tuple[list[Work], Feed]:
         own = source.batches("train", batch_size=rows, shard=Shard(rank=world.rank, world=world.size))
@@ -131,10 +131,7 @@ def test_one_ranks_bad_label_stops_all_before_the_step() -> None:
 
     def rank(world: World) -> list[Work]:
         own = source.batches("train", batch_size=8, shard=Shard(rank=world.rank, world=world.size))
-        done = []
-        for work in Feed(own, world, source.schema(), flops=lambda batch: 0):
-            done.append(work)
-        return done
+        return list(Feed(own, world, source.schema(), flops=lambda batch: 0))
 
     errors = on_ranks(2, rank)
     assert [type(error) for error in errors] == [RequestError, RequestError]

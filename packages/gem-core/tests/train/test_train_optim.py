@@ -114,6 +114,6 @@ def test_weights_come_back_when_evaluation_raises() -> None:
             assert not model.weight.eq(1).all()
             raise ValueError
 
-    with pytest.raises(ValueError, match="^$"):
+    with pytest.raises(ValueError, match=r"^$"):
         fail()
     assert model.weight.eq(1).all()

@@ -44,7 +44,7 @@ def test_case_G09_weights_and_gradients_stay_in_float32_under_bf16(model: Probe)
     batch = FakeSource().batch(torch.arange(8))
     with Bf16().forward_context("cpu"):
         loss = sum(x.float().sum() for x in model(batch, {"item": torch.ones(8, 4)}).values())
-    loss.backward()  # type: ignore[union-attr]
+    loss.backward()
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {torch.float32}
 

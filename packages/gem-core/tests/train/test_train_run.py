@@ -4,9 +4,10 @@ import json
 import logging
 import shutil
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 import gem_train_fakes
 import pytest
@@ -16,13 +17,15 @@ from torch import Tensor, nn
 
 from gem_core.batch import Batch
 from gem_core.config.load import LoadedConfig, load_config
-from gem_core.spec import CheckpointInfo, PluginError, RequestError, RunFailed, RunInfo, StepInfo, hookimpl
+from gem_core.spec import CheckpointInfo, ParallelContext, ParallelStrategy, PluginError, RequestError, RunFailed, RunInfo, StepInfo, hookimpl
 from gem_core.train import compose as composing
 from gem_core.train import loop
 from gem_core.train.checkpoint import Saved, checkpoints, find_checkpoint
 from gem_core.train.compose import STAGES, compose
 from gem_core.train.log import read_log
 from gem_core.train.run import evaluate_run, train
+from gem_core.train.step import train_step
+from gem_core.train.world import World
 
 Configure = Callable[..., LoadedConfig]
 
@@ -146,12 +149,60 @@ def test_a_tensor_outside_of_buffers_is_named(configure: Configure, monkeypatch:
         compose(configure())
 
 
+class AsksForValues(Probe):
+    def __init__(self, schema: Any, options: Any) -> None:
+        super().__init__(schema, options)
+        self.total = float(self.first.weight.sum())
+
+
+def test_a_model_that_needs_values_to_be_built_is_named(configure: Configure, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gem_train_fakes, "Probe", AsksForValues)
+    with pytest.raises(PluginError, match="model 'probe': it cannot be built on the meta device"):
+        compose(configure())
+
+
+class OnMeta:
+    """A strategy that looks at what it is given."""
+
+    seen: ClassVar[list[tuple[str, bool]]] = []
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def apply(self, module: nn.Module, context: ParallelContext) -> nn.Module:
+        self.seen.append((self.name, any(p.is_meta for p in module.parameters())))
+        return module
+
+    def describe(self) -> Mapping[str, Any]:
+        return {"name": self.name}
+
+
+def test_strategies_go_by_stage_and_those_on_meta_before_the_weights(
+    configure: Configure, plugins: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    declared = [
+        ParallelStrategy(name=name, stage=stage, summary="", load=f"gem_train_fakes:{name}", on_meta=meta)
+        for name, stage, meta in (("late", "memory", False), ("early", "experts", True), ("dense", "dense", False), ("shard", "dense", True))
+    ]
+    for declaration in declared:
+        monkeypatch.setattr(gem_train_fakes, declaration.name, partial(OnMeta, declaration.name), raising=False)
+    module = ModuleType("strategies")
+    module.gem_parallel_strategies = hookimpl(lambda: declared, specname="gem_parallel_strategies")  # type: ignore[attr-defined]
+    loaded = configure("parallel.strategies=['late', 'dense', 'shard', 'early']")
+    plugins(module)
+    OnMeta.seen.clear()
+    run = compose(loaded)
+    run.close()
+    assert OnMeta.seen == [("early", True), ("shard", True), ("dense", False), ("late", False)]
+    assert run.manifest["parallel"] == {name: {"name": name} for name in ("early", "dense", "shard", "late")}
+
+
 def test_several_processes_need_a_strategy_for_the_dense_part(configure: Configure, monkeypatch: pytest.MonkeyPatch) -> None:
     run = composing.Run(configure("parallel.strategies=[]"))
     for stage in STAGES[:7]:
         assert stage.do is not None
         stage.do(run)
-    run.world = composing.World(rank=0, size=2)
+    run.world = World(rank=0, size=2)
     with pytest.raises(RequestError, match="none of the strategies"):
         composing._strategies(run)
 
@@ -227,6 +278,20 @@ def test_max_steps_ends_the_run(configure: Configure) -> None:
     assert summary["ledger"]["train"] == {"offered": 192, "trained": 112, "dropped_uneven": 0, "not_read": 80}
 
 
+def test_a_baseline_that_is_not_finite_does_not_cost_the_summary(configure: Configure, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FakeSource, "baselines", lambda self: {"odd": {"ctr": {"auc": float("nan"), "ne": 1.0}}})
+    assert train(configure())["baseline"] == {"odd": {"auc": None, "ne": 1.0}}
+
+
+def test_a_source_that_gives_other_rows_than_it_says_is_told(
+    configure: Configure, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = FakeSource.rows
+    monkeypatch.setattr(FakeSource, "rows", lambda self, split: rows(self, split) + (split == "test"))
+    train(configure("train.epochs=1"))
+    assert "test: the source says it has 33 rows and gave 32" in [record.getMessage() for record in caplog.records]
+
+
 def test_shuffling_is_by_seed_and_can_be_off(configure: Configure, monkeypatch: pytest.MonkeyPatch) -> None:
     seeds: list[int | None] = []
     batches = FakeSource.batches
@@ -291,10 +356,9 @@ def test_a_file_in_the_way_is_refused(configure: Configure, tmp_path: Path) -> N
 
 def interrupt_after(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
     """Kill the run, as a person does, right after the optimiser step of that number."""
-    take = loop.train_step
 
     def deadly(*args: Any, step: int, **keywords: Any) -> Any:
-        result = take(*args, step=step, **keywords)
+        result = train_step(*args, step=step, **keywords)
         if step == deadly_step:
             raise KeyboardInterrupt
         return result
@@ -372,7 +436,7 @@ def test_a_resume_that_would_choose_other_kernels_stops(configure: Configure, tm
 
 def test_resuming_with_another_seed_is_refused(configure: Configure, tmp_path: Path) -> None:
     train(configure("train.epochs=1"))
-    with pytest.raises(RequestError, match="resuming with run.seed = 2: the run was started with 1"):
+    with pytest.raises(RequestError, match=r"resuming with run.seed = 2: the run was started with 1"):
         train(configure("run.seed=2"), resume=tmp_path / "run")
 
 
@@ -426,11 +490,9 @@ class Spoiled(Probe):
         return super().forward(batch, embedded)
 
 
-def test_a_nan_loss_ends_the_run_and_keeps_the_last_good_checkpoint(
-    configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_nan_loss_ends_the_run_and_keeps_the_last_good_checkpoint(configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gem_train_fakes, "Probe", Spoiled)
-    with pytest.raises(RunFailed, match="training step 6: the loss is not finite: parameter 'last.weight' is not finite") as caught:
+    with pytest.raises(RunFailed, match=r"training step 6: the loss is not finite: parameter 'last.weight' is not finite") as caught:
         train(configure("train.checkpoint_every=2", "train.keep_checkpoints=1"))
     assert caught.value.exit_code == 1
     folder = tmp_path / "run"
@@ -442,10 +504,9 @@ def test_a_nan_loss_ends_the_run_and_keeps_the_last_good_checkpoint(
 
 def test_a_weight_that_turned_nan_after_the_loss_is_never_saved(configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The loss of step 4 is finite and its update spoils a weight: the checkpoint of that step is refused, that of step 2 stays."""
-    take = loop.train_step
 
     def spoil(learner: Any, *args: Any, step: int, **keywords: Any) -> Any:
-        result = take(learner, *args, step=step, **keywords)
+        result = train_step(learner, *args, step=step, **keywords)
         if step == 4:
             nn.init.constant_(learner.model.get_parameter("last.bias"), float("inf"))
         return result

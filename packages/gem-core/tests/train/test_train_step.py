@@ -142,7 +142,7 @@ def test_case_H24_task_weights_keep_their_ratio(source: FakeSource) -> None:
     logits = {"a": torch.linspace(-1, 1, 8).requires_grad_(), "b": torch.linspace(-1, 1, 8).requires_grad_()}
     both, _ = batch_loss(logits, batch, tasks, weight_sums(batch, tasks))
     first, _ = batch_loss({"a": logits["a"]}, batch, tasks[:1], weight_sums(batch, tasks[:1]))
-    both.backward()
+    both.backward()  # type: ignore[no-untyped-call]
     assert both.item() == pytest.approx(3 * first.item())
     assert torch.allclose(logits["b"].grad, 2 * logits["a"].grad)  # type: ignore[operator, arg-type]
 
@@ -169,7 +169,7 @@ def test_a_task_without_rows_adds_nothing_but_stays_in_the_graph(source: FakeSou
     weights = weight_sums(batch, (CTR, CVR))
     assert weights[1] == 0
     loss, _ = batch_loss(logits, batch, (CTR, CVR), weights)
-    loss.backward()
+    loss.backward()  # type: ignore[no-untyped-call]
     assert float(loss) == pytest.approx(0.6931, abs=1e-4)
     assert logits["cvr"].grad is not None
     assert logits["cvr"].grad.eq(0).all()
@@ -179,7 +179,7 @@ def test_a_batch_without_rows_has_loss_zero_and_a_backward(source: FakeSource) -
     learner = learner_of(source)
     batch = source.batch(torch.arange(0))
     loss, sums = batch_loss(forward(learner.dense, learner.embeddings, batch, learner.tasks), batch, learner.tasks, torch.tensor([4.0, 2.0]))
-    loss.backward()
+    loss.backward()  # type: ignore[no-untyped-call]
     assert float(loss) == 0.0
     assert sums.eq(0).all()
     assert all(p.grad is not None and p.grad.eq(0).all() for p in learner.model.parameters())
@@ -363,7 +363,7 @@ def test_case_G05_a_nan_gradient_of_a_finite_loss_names_the_parameters(source: F
     model.drop = Poison(backward=True)  # type: ignore[assignment]
     learner = learner_of(source, model=model)
     before = state_of(learner)
-    with pytest.raises(RunFailed, match="the gradients: not finite in 4 parameters: first.weight, first.bias, norm.weight, norm.bias"):
+    with pytest.raises(RunFailed, match=r"the gradients: not finite in 4 parameters: first.weight, first.bias, norm.weight, norm.bias"):
         train_step(learner, work_of(source, torch.arange(8)), step=1, lr_factor=1.0)
     assert all(torch.equal(value, before[name]) for name, value in state_of(learner).items())
 

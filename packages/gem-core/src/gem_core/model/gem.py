@@ -5,8 +5,7 @@ X = N(experts([X_sum || H || X]) + shortcut(X)).
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal, Self
+from typing import Any, Literal, NamedTuple, Self
 
 import torch
 from pydantic import Field, model_validator
@@ -60,8 +59,7 @@ class GemOptions(BaseModelOptions, MergedSequences):
         return self
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
+class Step(NamedTuple):
     """What one layer does with one group."""
 
     pffn: bool
@@ -100,9 +98,9 @@ class GroupStep(nn.Module):
 
     def forward(self, events: Events, x_sum: Tensor, targets: Tensor) -> tuple[Events, Tensor | None]:
         if self.pffn is not None:
-            events = replace(events, values=self.pffn(events, torch.cat([x_sum, targets], dim=1)))
+            events = events._replace(values=self.pffn(events, torch.cat([x_sum, targets], dim=1)))
         if self.attention is not None:
-            events = replace(events, values=self.attention(events))
+            events = events._replace(values=self.attention(events))
         if self.pool is None:
             return events, None
         queries = targets if self.ask is None else torch.cat([self.ask(x_sum), targets], dim=1)
@@ -115,8 +113,7 @@ class GroupStep(nn.Module):
         return count + (0 if self.ask is None else self.ask.flops(len(lengths), self.dim))
 
 
-@dataclass(frozen=True, slots=True)
-class State:
+class State(NamedTuple):
     """What flows from layer to layer.
 
     Args:

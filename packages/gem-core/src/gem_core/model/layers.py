@@ -95,13 +95,17 @@ class NormLinear(nn.Module):
     def __init__(self, dim: int, out: int, *, where: str = "before", residual: bool = False, norm: str = "rms") -> None:
         super().__init__()
         self.where, self.dim, self.out, self.norm = where, dim, out, norm
-        self.linear = nn.Linear(dim, out)
+        self.weight = nn.Parameter(torch.empty(out, dim))
+        self.bias = nn.Parameter(torch.empty(out))
         self.gain = nn.Parameter(torch.empty(out)) if where == "after" else None
         features = [norm, where, *(["affine"] if where == "after" else []), *(["residual"] if residual else [])]
         self.slot = KernelSlot("norm_linear", features=tuple(features))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
+        bound = self.dim**-0.5
+        nn.init.uniform_(self.weight, -bound, bound)
+        nn.init.uniform_(self.bias, -bound, bound)
         if self.gain is not None:
             nn.init.ones_(self.gain)
 
@@ -109,7 +113,7 @@ class NormLinear(nn.Module):
         dtype = compute_dtype(x)
         gain = None if self.gain is None else self.gain.to(dtype)
         residual = None if residual is None else residual.to(dtype)
-        weight, bias = self.linear.weight.to(dtype), self.linear.bias.to(dtype)
+        weight, bias = self.weight.to(dtype), self.bias.to(dtype)
         out: Tensor = self.slot(x.to(dtype), weight, bias, norm=self.norm, where=self.where, gamma=gain, residual=residual)
         return out
 

@@ -1,6 +1,6 @@
 """Event tokens of a sequence group, its personalised feed-forward and its self-attention. All tensors are packed ``[events, dim]``."""
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -24,8 +24,7 @@ ROPE_BASE = 10000.0
 Lengths = npt.NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True)
-class Events:
+class Events(NamedTuple):
     """Packed events of one group.
 
     Args:

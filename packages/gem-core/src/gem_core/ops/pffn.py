@@ -3,7 +3,6 @@
 Source: the fused block of https://pytorch.org/blog/towards-free-normalization-fusing-normalization-into-gemm-and-attention-kernels/
 """
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -13,7 +12,7 @@ from gem_core.ops.checks import check_rank, check_rows, check_shape, check_tenso
 from gem_core.ops.dispatch import make_request, run
 from gem_core.ops.gdpa import SCALE_POSITIONS
 from gem_core.ops.gdpa import reference as gdpa
-from gem_core.ops.padded import own_precision, widen
+from gem_core.ops.padded import Padding, own_precision, widen
 from gem_core.spec.kernels import KernelRequest
 
 
@@ -119,9 +118,10 @@ def reference(
         scale_position=scale_position,
     )
     out = F.rms_norm(attended.flatten(1) + ln, flat.shape[1:], eps=eps) + flat
-    tokens = torch.arange(q0.shape[0], device=q0.device)
-    start = torch.cat([q_offsets, q_offsets[-1:]])[torch.searchsorted(q_offsets, tokens, right=True) - 1]
-    return torch.where((tokens - start < max_q)[:, None], out, 0.0).view_as(q0).to(q0.dtype)
+    rows = Padding(q_offsets, q0.shape[0], max_q)
+    if rows.cut:
+        out = out.masked_fill(rows.is_cut()[:, None], 0.0)
+    return out.view_as(q0).to(q0.dtype)
 
 
 def flops(*, q_lengths: masks.Lengths, keys: int, heads: int, dim: int) -> int:

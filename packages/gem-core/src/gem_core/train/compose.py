@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from gem_core.config.load import LoadedConfig
+from gem_core.config.resolve import resolved
 from gem_core.config.schema import RunConfig
 from gem_core.ops.dispatch import cuda_arch, device_name
 from gem_core.ops.slot import bind_kernels
@@ -153,8 +154,12 @@ def _model_on_meta(run: Run) -> None:
     run.options = host().options("models", name, options)
     cls: Any = host().load("models", name)
     run.tables = cls.tables(run.schema, run.options)
-    with torch.device("meta"):
-        run.model = _build_model(run)
+    try:
+        with torch.device("meta"):
+            run.model = _build_model(run)
+    except (NotImplementedError, RuntimeError) as error:  # what torch raises for a meta tensor whose values are asked for
+        so = f"it cannot be built on the meta device: {error}"
+        raise PluginError(f"model {name!r}", so, "Keep tensors' values out of __init__; it may use shapes only.") from error
 
 
 def _precision(run: Run) -> None:
@@ -250,7 +255,7 @@ def _manifest(run: Run) -> None:
     run.peak_flops = float(run.world.all_gather(torch.tensor([run.peak.flops_per_second], dtype=torch.float64)).sum())
     earlier = folder.read_manifest(run.folder) if run.resume else {}
     run.manifest = manifest.manifest(
-        config=manifest.config_rows(run.loaded, earlier.get("config", ())),
+        config=manifest.config_rows(resolved(run.loaded, host()), earlier.get("config", ())),
         world=run.world,
         plugins=host().plugins,
         kernels=manifest.kernel_rows(run.choices),

@@ -12,6 +12,7 @@ from markupsafe import Markup
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from gem_core.config.show import as_toml
 from gem_core.train.folder import read_manifest
 from gem_core.train.log import read_log
 
@@ -37,6 +38,7 @@ def write_report(folder: Path) -> Path:
         figures=figures(records, summary["baselines"]),
         metrics=metric_table(summary),
         facts=facts(summary, manifest),
+        configuration=[{**row, "value": as_toml(row["value"])} for row in manifest["config"]],
         decisions=grouped_decisions(manifest["precision"]),
         ledgers={"data source": summary["ledger"]["source"], "training": summary["ledger"]["train"]},
     )
@@ -49,12 +51,13 @@ def figures(records: Records, baselines: Mapping[str, Any]) -> list[tuple[str, M
     trains = [r for r in records if r["event"] == "train"]
     evals = [r for r in records if r["event"] == "eval"]
     steps = [r["step"] for r in trains]
+    last = max((r["step"] for r in records), default=0)
     drawn: list[tuple[str, list[Curve], list[Level]]] = [("Training loss", [("loss", steps, [r["loss"] for r in trains])], [])]
     for key, title in (("auc", "Test AUC"), ("ne", "Test normalised entropy")):
         drawn.append((title, *_metric_curves(evals, baselines, key)))
     drawn.append(("Samples a second", [("samples/s", steps, [r["samples_per_second"] for r in trains])], []))
     drawn.append(("MFU (%)", [("MFU", steps, [100 * r["mfu"] for r in trains])], []))
-    return [(title, _svg(curves, levels)) for title, curves, levels in drawn if any(x for _, x, _ in curves)]
+    return [(title, _svg(curves, levels, last)) for title, curves, levels in drawn if any(x for _, x, _ in curves)]
 
 
 def metric_table(summary: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -76,7 +79,7 @@ def facts(summary: Mapping[str, Any], manifest: Mapping[str, Any]) -> list[tuple
         ("evaluation", f"{summary['eval_seconds']:.1f} s"),
         ("samples a second", f"{summary['samples_per_second']:,.0f}"),
         ("MFU", f"{100 * summary['mfu']:.2f} %"),
-        ("peak of a rank", f"{peak['flops_per_second'] / 1e12:.3g} TFLOP/s {peak['dtype']} ({peak['source']})"),
+        ("peak of a rank", f"{peak['flops_per_second'] / 1e9:,.0f} GFLOP/s {peak['dtype']} ({peak['source']})"),
         ("machine", f"{machine['world']} {machine['device']} {machine['name']}"),
         ("dense parameters", f"{manifest['parameters']['dense']:,}"),
         ("table parameters", f"{manifest['parameters']['tables']:,}"),
@@ -102,8 +105,8 @@ def _metric_curves(evals: Records, baselines: Mapping[str, Any], key: str) -> tu
     return curves, levels
 
 
-def _svg(curves: Sequence[Curve], levels: Sequence[Level]) -> Markup:
-    """A line chart as an inline SVG element; ``levels`` are horizontal, dashed."""
+def _svg(curves: Sequence[Curve], levels: Sequence[Level], last: int) -> Markup:
+    """A line chart over the steps 0 to ``last`` as an inline SVG element; ``levels`` are horizontal, dashed."""
     figure = Figure(figsize=(5.4, 2.9), layout="constrained")
     axes = figure.subplots()
     for (label, x, y), colour in zip(curves, _COLOURS * len(curves), strict=False):
@@ -111,6 +114,7 @@ def _svg(curves: Sequence[Curve], levels: Sequence[Level]) -> Markup:
     for (label, level), colour in zip(levels, _COLOURS[::-1] * len(levels), strict=False):
         axes.axhline(level, label=label, color=colour, linewidth=1.2, linestyle="--")
     axes.set_xlabel("step", color=_INK)
+    axes.set_xlim(0, 1.02 * last)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(color=_GRID, linewidth=0.8)
     axes.set_axisbelow(True)

@@ -1,10 +1,13 @@
 """A whole run: compose, train, evaluate, write the summary and the report."""
 
+import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from gem_core.config.load import LoadedConfig, load_config
 from gem_core.plugins import host
+from gem_core.spec import Source
 from gem_core.train import folder
 from gem_core.train.compose import Run, compose
 from gem_core.train.evaluate import Evaluation
@@ -38,20 +41,24 @@ def train(loaded: LoadedConfig, *, resume: Path | None = None) -> dict[str, Any]
         run.close()
 
 
-def evaluate_run(path: Path) -> dict[str, Any]:
+def evaluate_run(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
     """Evaluate the newest checkpoint of a run folder on its test split; nothing is written, and no optimiser is made.
+
+    Args:
+        path: the run folder.
+        overrides: ``a.b=c`` values in the place of the run's own, for example another embedding engine.
 
     Returns:
         ``{"run", "step", "test": {TASK: metrics}, "baselines", "eval_seconds"}``; empty on every rank but the first.
     """
     folder.require_run(path)
-    run = compose(load_config(path / "config.toml"), resume=path, training=False)
+    run = compose(load_config(path / "config.toml", list(overrides)), resume=path, training=False)
     try:
         done = evaluate_now(run)
         if not run.world.leads or run.saved is None:
             return {}
         step = run.saved.about["step"]
-        return {"run": str(path), "step": step, "test": done.as_dict(), "baselines": run.source.baselines(), "eval_seconds": done.seconds}
+        return {"run": str(path), "step": step, "test": done.as_dict(), "baselines": finite_baselines(run.source), "eval_seconds": done.seconds}
     finally:
         run.close()
 
@@ -60,7 +67,7 @@ def summary(run: Run, done: Evaluation) -> dict[str, Any]:
     """The figures of a finished run, for scripts. ``baseline`` holds those of the first task, ``baselines`` all."""
     progress, whole = run.progress, run.progress.meter.run
     rates = whole.figures(run.peak_flops)
-    baselines, first = run.source.baselines(), run.schema.tasks[0].name
+    baselines, first = finite_baselines(run.source), run.schema.tasks[0].name
     return {
         "test": done.as_dict(),
         "train_seconds": whole.seconds,
@@ -79,4 +86,12 @@ def summary(run: Run, done: Evaluation) -> dict[str, Any]:
         "train_flops": whole.flops,
         "peak": run.manifest["peak"],
         "ledger": {"source": run.source.ledger(), "train": progress.ledger(run.source.rows("train"))},
+    }
+
+
+def finite_baselines(source: Source) -> dict[str, dict[str, dict[str, float | None]]]:
+    """A source's reference figures, with None for one that is not finite: JSON has no NaN, and a table shows a dash."""
+    return {
+        name: {task: {key: value if math.isfinite(value) else None for key, value in figures.items()} for task, figures in tasks.items()}
+        for name, tasks in source.baselines().items()
     }

@@ -109,7 +109,14 @@ def open_world(asked_device: str) -> World:
     return World(rank, size, device)
 
 
+_closed: list[dist.ProcessGroup] = []
+"""Groups that were left. DDP frees its group under the interpreter's lock, and gloo's thread may need that lock to let go of the last tensors it was
+given: a deadlock, now and then, when DDP holds the last reference. So one more is kept for the life of the process."""
+
+
 def close_world(world: World) -> None:
     """Leave the process group."""
     if world.size > 1 and dist.is_initialized():
+        if dist.group.WORLD is not None:
+            _closed.append(dist.group.WORLD)
         dist.destroy_process_group()

@@ -9,10 +9,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gem_core.ops import masks
-from gem_core.ops.padded import Padding
+from gem_core.ops.padded import Padding, own_precision
 from gem_core.spec import KernelUnavailable
 
 
+@own_precision
 def jagged_attention(
     q: Tensor,
     k: Tensor,
@@ -45,6 +46,7 @@ def jagged_attention(
     return out.flatten(0, 1) if queries is None else queries.unpad(out)
 
 
+@own_precision
 def pooled_attention(seeds: Tensor, k: Tensor, v: Tensor, k_offsets: Tensor, *, max_k: int, scale: float | None = None) -> Tensor:
     """Seeds attend to each row's keys; shapes and meaning are those of ``gem_core.ops.pooled_attention``."""
     keys = Padding(k_offsets, k.shape[0], max_k)
