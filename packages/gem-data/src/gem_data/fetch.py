@@ -15,7 +15,7 @@ from gem_core.spec import MachineError, RequestError, RunFailed
 ML_100K_TERMS = """MovieLens-100K was collected by the GroupLens research group at the University of Minnesota. In short, its terms are: use it for
 research; do not use it for anything that earns revenue, and do not pass it on, unless GroupLens agrees; do not suggest that the university or
 GroupLens endorses your work; it comes without any warranty. Cite it as: F. M. Harper and J. A. Konstan, "The MovieLens Datasets: History and
-Context", ACM Transactions on Interactive Intelligent Systems 5(4), article 19, 2015. The binding text is in the data set's own README at GroupLens."""
+Context", ACM Transactions on Interactive Intelligent Systems 5(4), article 19, 2015. The binding text is the README of the data set at GroupLens."""
 
 
 @dataclass(frozen=True, kw_only=True)

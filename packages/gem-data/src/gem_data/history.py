@@ -21,7 +21,8 @@ class PastIndex:
         self._codes = self._code(keys, rank)[self.order]
 
     def _code(self, keys: Ints, rank: Ints) -> Ints:
-        return keys.astype(np.int64) * (self._stamps.size + 1) + rank
+        codes: Ints = keys.astype(np.int64) * (self._stamps.size + 1) + rank
+        return codes
 
     def before(self, keys: Ints, times: NDArray[np.generic]) -> tuple[Ints, Ints]:
         """For each query ``(begin, end)`` in sorted order: all events of the key, and of them those with a strictly earlier time."""

@@ -20,7 +20,10 @@ class RunInfo:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepInfo:
-    """One finished optimiser step. ``seconds`` is wall time since the last one; ``flops`` counts forward and backward model FLOPs of all ranks' rows."""
+    """One finished optimiser step.
+
+    ``seconds`` is wall time since the last one; ``flops`` counts forward and backward model FLOPs of all ranks' rows.
+    """
 
     step: int
     epoch: int

@@ -57,7 +57,7 @@ def gem_models() -> Sequence[ModelSpec]:  # type: ignore[empty-body]
 
 @hookspec(firstresult=True)
 def gem_topology(world: int) -> Topology | None:
-    """Describe the machine for ``world`` ranks, or None to leave it to the next plugin; core's own answer comes last. Called when a run is composed."""
+    """Describe the machine for ``world`` ranks, or None to leave it to the next plugin; core's own comes last. Called when a run is composed."""
 
 
 @hookspec

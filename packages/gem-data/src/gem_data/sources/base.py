@@ -51,7 +51,8 @@ class TableSource:
             labels = self.table.labels[task.name][index][seen]
             positives = int(labels.sum())
             if positives in (0, labels.numel()):
-                text = f"{self.name}: the {split} split has {positives} positives in {labels.numel()} labels of {task.name!r}; AUC and NE are undefined on it"
+                held = f"{positives} positives in {labels.numel()} labels of {task.name!r}"
+                text = f"{self.name}: the {split} split has {held}; AUC and NE are undefined on it"
                 warnings.warn(text, OneClassSplit, stacklevel=3)
 
     def observed(self, task: str) -> Tensor:

@@ -107,7 +107,7 @@ class CrossFittedItems:
 
     def _sums(self, values: Floats) -> Floats:
         data, films = self._data, int(self._data.item.max()) + 1
-        sums = np.bincount(data.item[data.train], values[data.train], films)[data.item]
+        sums: Floats = np.bincount(data.item[data.train], values[data.train], films)[data.item].astype(np.float64)
         for fold in range(FOLDS):
             own = data.train & (data.user % FOLDS == fold)
             sums[own] -= np.bincount(data.item[own], values[own], films)[data.item[own]]
@@ -152,7 +152,7 @@ def past_features(data: Ratings, past: Past, items: ItemStatistics) -> PastFeatu
 
 
 def _affinities(data: Ratings, past: Past, items: ItemStatistics, lenience: Floats) -> dict[str, Floats]:
-    """How far the user's earlier ratings of films like this one lie from the user's mean lenience, and how many there were: by genre, year, popularity."""
+    """How far the user's earlier ratings of like films lie from the user's mean lenience, and how many there were: by genre, year, popularity."""
     usual = past.mean(lenience, 3.0)
     shares = past.sum(data.genres)
     excess = past.sum(data.genres * lenience[:, None]) - usual[:, None] * shares
