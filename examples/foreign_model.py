@@ -55,7 +55,7 @@ def batch(users: int, generator: torch.Generator) -> tuple[Tensor, Tensor, int, 
     return history, offsets, int(lengths.max()), candidate, label
 
 
-def main(steps: int = 120, users: int = 128) -> list[float]:
+def main(steps: int = 100, users: int = 128) -> list[float]:
     """Train, print the loss, return it for every step."""
     torch.manual_seed(0)
     generator = torch.Generator().manual_seed(0)

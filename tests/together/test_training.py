@@ -85,6 +85,15 @@ def test_a_checkpoint_of_one_engine_evaluates_on_the_other(gem: Gem, tmp_path: P
     assert torch_engine["ne"] == pytest.approx(torchrec["ne"], rel=1e-6)
 
 
+def test_the_model_comes_within_one_percent_of_the_known_optimum(gem: Gem, tmp_path: Path) -> None:
+    gem("train", "-c", "synthetic", "--out", "run")
+    summary = read_summary(tmp_path / "run")
+    best, reached = summary["baseline"]["bayes"], summary["test"]["ctr"]
+    assert reached["ne"] <= 1.01 * best["ne"]
+    assert reached["ne"] > 0.99 * best["ne"], "better than the optimum: labels leak"
+    assert best["ne"] < 0.9, "there is little to learn"
+
+
 def test_both_engines_start_from_the_same_weights() -> None:
     from gem_core.builtin.embedding import TorchEmbeddings
     from gem_core.spec import SparseOptimizer, TableSpec

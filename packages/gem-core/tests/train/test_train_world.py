@@ -58,7 +58,7 @@ def test_case_A07_one_process_opens_no_group() -> None:
     world = open_world("cpu")
     assert (world.rank, world.size, world.leads) == (0, 1, True)
     assert not torch.distributed.is_initialized()
-    close_world(world)
+    close_world(world, keep=None)
 
 
 def test_exchanges_of_one_process_return_their_input() -> None:

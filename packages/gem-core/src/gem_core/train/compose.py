@@ -133,7 +133,7 @@ def _mesh(run: Run) -> None:
     if run.config.run.threads:
         torch.set_num_threads(run.config.run.threads)
     run.world = open_world(run.config.run.device)
-    run._stack.callback(close_world, run.world)
+    run._stack.callback(close_world, run.world, run)
     torch.manual_seed(run.config.run.seed * 1_000_003 + run.world.rank)  # dropout differs from rank to rank; weights have a seed of their own
 
 

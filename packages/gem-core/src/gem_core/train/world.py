@@ -109,14 +109,16 @@ def open_world(asked_device: str) -> World:
     return World(rank, size, device)
 
 
-_closed: list[dist.ProcessGroup] = []
-"""Groups that were left. DDP frees its group under the interpreter's lock, and gloo's thread may need that lock to let go of the last tensors it was
-given: a deadlock, now and then, when DDP holds the last reference. So one more is kept for the life of the process."""
+_kept: list[object] = []
 
 
-def close_world(world: World) -> None:
-    """Leave the process group."""
+def close_world(world: World, keep: object) -> None:
+    """Leave the process group.
+
+    Args:
+        keep: whatever holds modules that use a group; it stays alive until the process ends. DDP frees its group under the interpreter's lock, and a
+            thread of gloo may need that lock to let go of the last tensors it was given: now and then a deadlock, if DDP's reference is the last.
+    """
     if world.size > 1 and dist.is_initialized():
-        if dist.group.WORLD is not None:
-            _closed.append(dist.group.WORLD)
+        _kept.extend((dist.group.WORLD, keep))
         dist.destroy_process_group()
