@@ -1,11 +1,15 @@
 """Running a ``gem`` command in several processes that a fork server starts: torch is imported once, not once a process."""
 
+import itertools
 import multiprocessing
 import os
+import signal
 import socket
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 LIMIT = 120
 """Seconds after which ranks that wait for each other count as hung."""
@@ -20,15 +24,18 @@ class Ranks:
     err: list[str]
 
 
-def run_ranks(size: int, folder: Path, command: str) -> Ranks:
-    """Run a command (words in one string) on ``size`` ranks that know each other as torchrun's do."""
+def run_ranks(size: int, folder: Path, command: str, kill_at_save: int = 0) -> Ranks:
+    """Run a command (words in one string) on ``size`` ranks that know each other as torchrun's do.
+
+    With ``kill_at_save`` a rank is killed (signal 9) right after it has written its so-many-th file by ``torch.save``.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["gem_core.train.run", "gem_core.cli.train", "torch._dynamo"])  # torch's optimisers import dynamo on use
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     files = [(folder / f"rank{rank}.out", folder / f"rank{rank}.err") for rank in range(size)]
-    processes = [context.Process(target=_rank, args=(rank, size, port, command, *files[rank])) for rank in range(size)]
+    processes = [context.Process(target=_rank, args=(rank, size, port, command, *files[rank], kill_at_save)) for rank in range(size)]
     for process in processes:
         process.start()
     for process in processes:
@@ -40,7 +47,7 @@ def run_ranks(size: int, folder: Path, command: str) -> Ranks:
     return Ranks(codes, *([path.read_text() for path in column] for column in zip(*files, strict=True)))
 
 
-def _rank(rank: int, size: int, port: int, command: str, out: Path, err: Path) -> None:
+def _rank(rank: int, size: int, port: int, command: str, out: Path, err: Path, kill_at_save: int) -> None:
     for descriptor, path in ((1, out), (2, err)):
         os.dup2(os.open(path, os.O_CREAT | os.O_WRONLY | os.O_TRUNC), descriptor)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
@@ -49,10 +56,24 @@ def _rank(rank: int, size: int, port: int, command: str, out: Path, err: Path) -
     from gem_core.cli.main import run
 
     torch.set_num_threads(1)
+    if kill_at_save:
+        torch.save = deadly(torch.save, kill_at_save)
     install_fakes()
     code = run(command.split())
     sys.stdout.flush()
     sys.exit(code)
+
+
+def deadly(save: Callable[..., None], at: int) -> Callable[..., None]:
+    """``torch.save`` that kills its process after the so-many-th call, before the file is closed."""
+    calls = itertools.count(1)
+
+    def save_and_die(content: Any, file: Any) -> None:
+        save(content, file)
+        if next(calls) == at:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return save_and_die
 
 
 def install_fakes() -> None:

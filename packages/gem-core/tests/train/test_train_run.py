@@ -13,6 +13,7 @@ import gem_train_fakes
 import pytest
 import torch
 from gem_train_fakes import FakeSource, Probe
+from gem_train_ranks import run_ranks
 from torch import Tensor, nn
 
 from gem_core.batch import Batch
@@ -394,6 +395,22 @@ def test_a_killed_run_resumes_to_the_bit(
         assert without_times(events(tmp_path / "run", name)) == without_times(events(tmp_path / "straight", name))
 
 
+@pytest.mark.parametrize("file", [4, 5, 6])
+def test_a_run_killed_while_it_writes_a_checkpoint_resumes_to_the_bit(configure: Configure, tmp_path: Path, file: int) -> None:
+    """Signal 9 after any of the three files of the second checkpoint: the first one counts."""
+    settings = ("train.checkpoint_every=4", "model.options.dropout=0.3")
+    train(configure(*settings, out="straight"))
+    configure()  # the file that the killed process reads
+    words = " ".join(f"--set {setting}" for setting in settings)
+    killed = run_ranks(1, tmp_path, f"train -c {tmp_path / 'fakes.toml'} {words}", kill_at_save=file)
+    assert killed.codes == [-9]
+    assert find_checkpoint(tmp_path / "run").about["step"] == 4
+    assert (tmp_path / "run" / "checkpoints" / ".writing-step-8").is_dir()
+    train(configure(*settings), resume=tmp_path / "run")
+    assert_same(find_checkpoint(tmp_path / "run"), find_checkpoint(tmp_path / "straight"))
+    assert not (tmp_path / "run" / "checkpoints" / ".writing-step-8").exists()
+
+
 def test_planted_fault_without_the_random_state_a_resume_differs(configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Twin: the comparison above goes red when a part of the state is forgotten."""
     settings = ("train.checkpoint_every=3", "model.options.dropout=0.3")
@@ -417,6 +434,13 @@ def test_a_finished_run_can_be_made_longer(configure: Configure, tmp_path: Path)
     assert [name for name in one if not torch.equal(one[name], two[name])] == []
     manifest = json.loads((tmp_path / "run" / "manifest.json").read_text())
     assert manifest["resumed"] == [6]
+
+
+def test_a_resumed_run_writes_where_it_was(configure: Configure, tmp_path: Path) -> None:
+    train(configure("train.epochs=1"))
+    train(configure("train.epochs=2", out="elsewhere"), resume=tmp_path / "run")
+    assert find_checkpoint(tmp_path / "run").about["step"] == 12
+    assert not (tmp_path / "elsewhere").exists()
 
 
 def test_resuming_a_finished_run_only_evaluates(configure: Configure, tmp_path: Path) -> None:

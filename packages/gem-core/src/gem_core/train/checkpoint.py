@@ -187,6 +187,14 @@ def restore_tables(embeddings: Embeddings, tables: dict[str, Any]) -> None:
     embeddings.import_tables(tables)
 
 
+def seed_random_state(seed: int, world: World) -> None:
+    """Seed torch, numpy and Python, each rank in its own way: dropout differs from rank to rank. Weights and tables have seeds of their own."""
+    own = (seed * 1_000_003 + world.rank) % 2**32
+    torch.manual_seed(own)
+    np.random.seed(own)
+    random.seed(own)
+
+
 def random_state(world: World) -> list[dict[str, Any]]:
     """The random states of all ranks. Collective."""
     _kind, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)

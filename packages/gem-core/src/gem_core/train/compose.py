@@ -85,7 +85,7 @@ class Run:
     def __init__(self, loaded: LoadedConfig, *, resume: Path | None = None, training: bool = True) -> None:
         self.loaded, self.config = loaded, loaded.config
         self.resume, self.training = resume, training
-        self.folder = Path(loaded.config.run.out)
+        self.folder = resume or Path(loaded.config.run.out)
         self.saved: checkpoint.Saved | None = None
         self.average: AveragedWeights | None = None
         self.progress = Progress()
@@ -134,7 +134,7 @@ def _mesh(run: Run) -> None:
         torch.set_num_threads(run.config.run.threads)
     run.world = open_world(run.config.run.device)
     run._stack.callback(close_world, run.world, run)
-    torch.manual_seed(run.config.run.seed * 1_000_003 + run.world.rank)  # dropout differs from rank to rank; weights have a seed of their own
+    checkpoint.seed_random_state(run.config.run.seed, run.world)
 
 
 def _data(run: Run) -> None:

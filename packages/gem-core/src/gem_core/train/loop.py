@@ -83,7 +83,7 @@ def _steps(run: Run, feed: Feed) -> bool:
         progress.meter.add(rows=work.rows, forward_flops=work.flops, seconds=seconds, data_seconds=work.data_seconds, loss=result.loss)
         run.log.advance(progress.step)
         if progress.step % config.train.log_every == 0 or progress.step == run.total_steps:
-            _log_step(run, work, result.loss, seconds, lr_factor=factor, grad_norm=result.grad_norm)
+            _log_step(run, work, result.loss, seconds, factor=factor, grad_norm=result.grad_norm)
         pause = time.perf_counter()
         if config.train.eval_every and progress.step % config.train.eval_every == 0:
             evaluate_now(run)
@@ -95,7 +95,7 @@ def _steps(run: Run, feed: Feed) -> bool:
     return False
 
 
-def _log_step(run: Run, work: Work, loss: float, seconds: float, *, lr_factor: float, grad_norm: float) -> None:
+def _log_step(run: Run, work: Work, loss: float, seconds: float, *, factor: float, grad_norm: float) -> None:
     """Add up what the ranks know, write the log, and tell the plugins. Collective."""
     progress, world = run.progress, run.world
     window = progress.meter.close_window()
@@ -103,8 +103,8 @@ def _log_step(run: Run, work: Work, loss: float, seconds: float, *, lr_factor: f
     stream = run.learner.stream.read(world, close_window=True)
     values: dict[str, Any] = {
         "loss": parts[0] / window.steps,
-        "lr": run.learner.dense_lr * lr_factor,
-        "sparse_lr": run.learner.sparse_lr * lr_factor,
+        "lr": run.learner.dense_lr * factor,
+        "sparse_lr": run.learner.sparse_lr * factor,
         "grad_norm": grad_norm,
         "train": stream,
         **window.figures(run.peak_flops),

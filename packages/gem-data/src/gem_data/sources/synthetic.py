@@ -1,7 +1,7 @@
 """Generated impressions whose true click probability is known for every row, so that the best possible AUC and NE are known too.
 
-The log odds of a click add up a bias, an effect of the item, one of the user's group on the item's category, one of the hour, two numbers, and the
-share of recent events in the item's category, where an event of age ``a`` counts ``1 / (1 + a / day)``. Everything they depend on is in the features.
+The log odds of a click add up a bias, effects of the item, of the user's group and of the hour, two numbers, and the share of the user's recent events
+that are in the item's category, where an event of age ``a`` counts ``1 / (1 + a / 10 days)``. Everything they depend on is in the features.
 """
 
 from dataclasses import dataclass
@@ -23,6 +23,7 @@ DAY = 86_400
 START = 1_600_000_000
 LOG_DAYS, TRAIN_FROM, TEST_FROM = 30, 10, 24
 TAIL = 1.5
+FADE = 10 * DAY
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,11 +145,11 @@ def _probabilities(rng: np.random.Generator, catalogue: Catalogue, log: Log, row
 
 
 def recent_share(event_category: Ints, event_time: Ints, category: Ints, rows: Impressions) -> Floats:
-    """``[rows]``: share of the history's weight in the row's category, an event of age ``a`` weighing ``1 / (1 + a / day)``; 0 without a history."""
+    """``[rows]``: share of the history's weight in the row's category, an event of age ``a`` weighing ``1 / (1 + a / FADE)``; 0 without a history."""
     lengths = rows.end - rows.begin
     owner = np.repeat(np.arange(lengths.size), lengths)
     at = np.arange(owner.size) - np.repeat(np.cumsum(lengths) - lengths, lengths) + rows.begin[owner]
-    weight = 1.0 / (1.0 + (rows.time[owner] - event_time[at]) / DAY)
+    weight = 1.0 / (1.0 + (rows.time[owner] - event_time[at]) / FADE)
     total = np.bincount(owner, weight, minlength=lengths.size)
     matching = np.bincount(owner, weight * (event_category[at] == category[owner]), minlength=lengths.size)
     return np.asarray(matching / np.where(total > 0, total, 1.0))

@@ -21,6 +21,16 @@ LEAKY_SLOPE = tl.constexpr(SLOPE)
 FAST_RANGE = tl.constexpr(GELU_FAST_RANGE)
 FAST_C2, FAST_C4, FAST_C6 = (tl.constexpr(c) for c in GELU_FAST_COEFFICIENTS)
 
+# gelu of 16-bit inputs, whose own rounding is coarser: x/2 + x/2 e(x), with the odd polynomial e fitted to erf(x / sqrt(2)) for the least largest error
+# of gelu, clamped at R where e(R) = 1. At most 7.5e-5 from gelu for every x, a third of float16's rounding of 1, for 13 instructions instead of 40.
+GELU_RANGE = tl.constexpr(4.14)
+G1, G3, G5, G7 = (tl.constexpr(c) for c in (0.796998178, -0.131167192, 0.0186576548, -0.00191708944))
+G9, G11, G13, G15 = (tl.constexpr(c) for c in (0.000135929066, -6.23494006e-06, 1.6488234e-07, -1.89621495e-09))
+# its slope is 1/2 + d(x) with an odd polynomial of its own, d(R) = 1/2: at most 1.8e-4 from the slope of gelu.
+SLOPE_RANGE = tl.constexpr(4.3)
+D1, D3, D5, D7, D9 = (tl.constexpr(c) for c in (0.797169966, -0.263433853, 0.0571917425, -0.00820764561, 0.000799863882))
+D11, D13, D15, D17 = (tl.constexpr(c) for c in (-5.21755029e-05, 2.16746494e-06, -5.15598498e-08, 5.32461721e-10))
+
 
 @triton.jit
 def sigmoid(x):
@@ -33,6 +43,11 @@ def activate(x, ACTIVATION: tl.constexpr):
     """f(x)."""
     if ACTIVATION == "gelu":
         y = 0.5 * x * (1.0 + tl.erf(x * SQRT_HALF))
+    elif ACTIVATION == "gelu_16bit":
+        c = tl.minimum(tl.maximum(x, -GELU_RANGE), GELU_RANGE)
+        t = c * c
+        e = c * (t * (t * (t * (t * (t * (t * (t * G15 + G13) + G11) + G9) + G7) + G5) + G3) + G1)
+        y = 0.5 * x + 0.5 * x * e
     elif ACTIVATION == "gelu_tanh":
         # x * (1 + tanh(u)) / 2 = x * sigmoid(2 u)
         y = x * sigmoid((x + x * x * x * TANH_CUBIC) * TANH_SCALE)
@@ -62,6 +77,10 @@ def slope_of(x, ACTIVATION: tl.constexpr):
     """f'(x). What it shares with ``activate`` is computed once where both are called."""
     if ACTIVATION == "gelu":
         slope = 0.5 + 0.5 * tl.erf(x * SQRT_HALF) + x * INV_SQRT_2PI * tl.exp(-0.5 * x * x)
+    elif ACTIVATION == "gelu_16bit":
+        c = tl.minimum(tl.maximum(x, -SLOPE_RANGE), SLOPE_RANGE)
+        t = c * c
+        slope = 0.5 + c * (t * (t * (t * (t * (t * (t * (t * (t * D17 + D15) + D13) + D11) + D9) + D7) + D5) + D3) + D1)
     elif ACTIVATION == "gelu_tanh":
         s = sigmoid((x + x * x * x * TANH_CUBIC) * TANH_SCALE)
         slope = s + x * s * (1.0 - s) * (x * x * (3.0 * TANH_CUBIC) + 1.0) * TANH_SCALE

@@ -136,6 +136,9 @@ class _Call:
             config_key(direction, dim=dim, v_dim=v_dim, itemsize=self.q.element_size(), max_length=length, arch=cuda_arch(self.q.device.index or 0))
         )
 
+    def kernel_activation(self) -> str:
+        return "gelu_16bit" if self.activation == "gelu" and self.q.element_size() == 2 else self.activation
+
     def run(self, kernel: Any, config: Config, tiles: int, **arguments: Any) -> None:
         dim, v_dim = self.q.shape[-1], self.v.shape[-1]
         dense = self.k_offsets is None
@@ -147,7 +150,7 @@ class _Call:
                 k_row=self.k.stride(0) if dense else 0, k_token=self.k.stride(-3), k_head=self.k.stride(-2),
                 v_row=self.v.stride(0) if dense else 0, v_token=self.v.stride(-3), v_head=self.v.stride(-2),
                 GROUP=self.heads // self.kv_heads, DIM=dim, V_DIM=v_dim, BLOCK_M=config.block_m, BLOCK_N=config.block_n,
-                BLOCK_D=block_width(dim), BLOCK_V=block_width(v_dim), ACTIVATION=self.activation, SCALE_AFTER=self.scale_after,
+                BLOCK_D=block_width(dim), BLOCK_V=block_width(v_dim), ACTIVATION=self.kernel_activation(), SCALE_AFTER=self.scale_after,
                 WINDOW=self.window is not None, PRECISION="ieee" if self.q.dtype is torch.float32 else "tf32",
                 num_warps=config.warps, num_stages=config.stages, **arguments,
             )  # fmt: skip
