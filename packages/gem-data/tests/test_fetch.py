@@ -75,6 +75,21 @@ def test_without_an_index_the_error_names_the_synthetic_source(wheels: Path, tmp
     assert not (tmp_path / "out").exists()
 
 
+def test_a_folder_that_cannot_be_written_is_named(wheels: Path, tmp_path: Path) -> None:
+    (tmp_path / "taken").write_text("a file")
+    with pytest.raises(MachineError, match=r"taken cannot be written .*--dest or GEM_DATA_HOME"):
+        fetch(release(), tmp_path / "taken")
+    assert (tmp_path / "taken").read_text() == "a file"
+
+
+def test_the_command_fetches_into_the_cache(wheels: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(module.RELEASES, "small", release())
+    result = CliRunner().invoke(app, ["fetch", "small"])
+    assert result.exit_code == 0, result.output
+    assert f"fetched: {tmp_path / 'home' / 'small'}" in result.stdout
+    assert is_complete(release(), tmp_path / "home" / "small")
+
+
 def test_the_command_prints_terms_folder_and_checksums(wheels: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(module.RELEASES, "small", release())
     folder = tmp_path / "chosen"

@@ -5,14 +5,14 @@ import pytest
 import torch
 
 from gem_data.score import auc, entropy, expected_scores, logit, ne, sigmoid
-from gem_data.sources.synthetic import DAY, Synthetic, load
+from gem_data.sources.synthetic import FADE, Synthetic, load
 
 ROWS, TEST_ROWS = 6000, 4000
 
 
 @pytest.fixture(scope="module")
 def source() -> Synthetic:
-    return load(rows=ROWS, test_rows=TEST_ROWS, users=400, conversion=True)
+    return load(rows=ROWS, test_rows=TEST_ROWS, users=400, conversion=True, items=200, groups=8, categories=10, history_length=16, mean_events=12.0)
 
 
 def test_one_seed_gives_one_data_set_and_another_seed_another() -> None:
@@ -104,7 +104,7 @@ def test_items_follow_zipf_and_0_is_uniform(source: Synthetic) -> None:
     expected = weights / weights.sum() * counts.sum()
     np.testing.assert_allclose(counts[:10], expected[:10], atol=4.5 * np.sqrt(expected[0]))
     assert counts[:20].sum() > 0.5 * counts.sum()
-    flat = np.bincount(load(rows=4000, test_rows=50, users=20, zipf=0.0).table.ids["item"].numpy(), minlength=201)[1:]
+    flat = np.bincount(load(rows=4000, test_rows=50, users=20, items=200, zipf=0.0).table.ids["item"].numpy(), minlength=201)[1:]
     assert flat.max() < 3 * flat.mean()
 
 
@@ -117,7 +117,7 @@ def test_the_click_probability_follows_from_the_features(source: Synthetic) -> N
     share = np.zeros(1500)
     for r in range(1500):
         here = slice(offsets[r], offsets[r + 1])
-        weight = 1 / (1 + (batch.time[r] - batch.event_time["history"][here]).double().numpy() / DAY)
+        weight = 1 / (1 + (batch.time[r] - batch.event_time["history"][here]).double().numpy() / FADE)
         same = (batch.ids["history.category"].values[here] == batch.ids["category"].values[r]).numpy()
         share[r] = (weight * same).sum() / weight.sum() if weight.size else 0.0
     one_hot = [np.eye(201)[batch.ids["item"].values], np.eye(9)[batch.ids["user_group"].values], np.eye(25)[batch.ids["hour"].values]]

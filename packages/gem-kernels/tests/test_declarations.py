@@ -7,8 +7,8 @@ import sys
 import pytest
 
 import gem_kernels
-from gem_core.select.registry import registry
 from gem_core.spec import KernelImpl, load_object
+from gem_core.testing import registry
 from gem_kernels.plugin import gem_kernel_impls
 
 DECLARED = [pytest.param(impl, id=f"{impl.op}-{impl.backend}{impl.variant and '-'}{impl.variant}") for impl in gem_kernel_impls()]

@@ -357,6 +357,32 @@ def test_values_and_slopes_of_activations(name):
     assert_close(slope[:, 0, 0], expected, bound=2e-6)
 
 
+def test_gelu_of_16_bit_inputs_stays_within_its_stated_error():
+    """Computed here on float32 inputs, so that their rounding does not hide it."""
+    x = torch.cat([torch.linspace(-6, 6, 401), torch.tensor([-30.0, 30.0])])
+    q = torch.zeros(403, 1, 16)
+    q[:, 0, 0] = x
+    q.requires_grad_()
+    one = torch.zeros(1, 1, 16)
+    one[..., 0] = 1
+    with patch.object(launch._Call, "kernel_activation", lambda self: "gelu_16bit"):
+        out = launch.gdpa(q, one, one, offsets_of([403]), offsets_of([1]), max_q=403, max_k=1)
+        (slope,) = torch.autograd.grad(out[..., 0].sum(), [q])
+    exact = x.double().requires_grad_()
+    value = torch.nn.functional.gelu(exact)
+    (expected,) = torch.autograd.grad(value.sum(), [exact])
+    assert 1e-5 < float((out[:, 0, 0] - value).detach().abs().max()) < 7.6e-5
+    assert 1e-5 < float((slope[:, 0, 0] - expected).abs().max()) < 1.9e-4
+
+
+@pytest.mark.parametrize(("dtype", "name"), [(torch.float16, "gelu_16bit"), (torch.float32, "gelu")])
+def test_only_16_bit_inputs_get_the_polynomial_gelu(dtype, name):
+    q, k, v, a, b = draw([3], dtype=dtype)[0]
+    call = launch._Call(q, k, v, a, b, 3, 3, "gelu", 1.0, False, None)
+    assert call.kernel_activation() == name
+    assert launch._Call(q, k, v, a, b, 3, 3, "silu", 1.0, False, None).kernel_activation() == "silu"
+
+
 def test_gelu_fast_is_the_polynomial_and_stays_near_gelu():
     x = torch.linspace(-5, 5, 301)
     q = (torch.eye(16)[0] * x[:, None])[:, None, :]

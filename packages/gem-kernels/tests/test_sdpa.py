@@ -10,9 +10,8 @@ from hypothesis import given, settings
 from gem_core.ops import jagged_attention as public
 from gem_core.ops import pooled_attention
 from gem_core.ops.jagged_attention import check
-from gem_core.select.policy import choose
 from gem_core.spec import KernelRequest, KernelUnavailable, load_object
-from gem_core.testing import assert_close, jagged_lengths
+from gem_core.testing import assert_close, choose, jagged_lengths
 from gem_core.testing.close import largest_difference
 from gem_core.testing.conformance import make_plan
 from gem_core.testing.trial import run

@@ -21,8 +21,8 @@ class Vocabulary:
     """
 
     def __init__(self, name: str, values: pl.Series, *, min_count: int = 1, unknown: Literal["row0", "error"] = "row0") -> None:
-        counts = values.drop_nulls().value_counts(name="n")
-        kept = counts.filter(pl.col("n") >= min_count).get_column(values.name).sort()
+        counts = values.alias("value").drop_nulls().value_counts(name="count")
+        kept = counts.filter(pl.col("count") >= min_count).get_column("value").sort()
         self._rows = pl.DataFrame({"value": kept, "row": pl.int_range(1, kept.len() + 1, dtype=pl.Int64, eager=True)})
         self.name = name
         self.unknown = unknown
@@ -72,5 +72,5 @@ class HashedIds:
         return torch.from_numpy(rows.fill_null(0).to_numpy(writable=True))
 
     def _row(self, value: str) -> int:
-        digest = hashlib.blake2b(value.encode(), digest_size=8, salt=b"", person=self.name.encode()[:16]).digest()
+        digest = hashlib.blake2b(f"{self.name}={value}".encode(), digest_size=8).digest()
         return int.from_bytes(digest, "little") % self.rows + 1

@@ -6,6 +6,8 @@ pytest and Hypothesis (the extra ``gem-core[testing]``) are imported by the part
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from gem_core.select.policy import choose
+    from gem_core.select.registry import registry
     from gem_core.testing.close import assert_as_accurate, assert_close, relative_error
     from gem_core.testing.conformance import conformance_suite
     from gem_core.testing.memory import plain_precision, poisoned_memory
@@ -15,6 +17,7 @@ if TYPE_CHECKING:
 __all__ = [
     "assert_as_accurate",
     "assert_close",
+    "choose",
     "conformance_suite",
     "fake_host",
     "fake_module",
@@ -22,20 +25,23 @@ __all__ = [
     "jagged_lengths",
     "plain_precision",
     "poisoned_memory",
+    "registry",
     "relative_error",
 ]
 
 _HOMES = {
-    "assert_as_accurate": "close",
-    "assert_close": "close",
-    "relative_error": "close",
-    "conformance_suite": "conformance",
-    "fake_host": "plugins",
-    "fake_module": "plugins",
-    "fake_plugin": "plugins",
-    "jagged_lengths": "strategies",
-    "plain_precision": "memory",
-    "poisoned_memory": "memory",
+    "assert_as_accurate": "testing.close",
+    "assert_close": "testing.close",
+    "relative_error": "testing.close",
+    "choose": "select.policy",
+    "registry": "select.registry",
+    "conformance_suite": "testing.conformance",
+    "fake_host": "testing.plugins",
+    "fake_module": "testing.plugins",
+    "fake_plugin": "testing.plugins",
+    "jagged_lengths": "testing.strategies",
+    "plain_precision": "testing.memory",
+    "poisoned_memory": "testing.memory",
 }
 
 
@@ -44,4 +50,4 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
 
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    return getattr(import_module(f"gem_core.{_HOMES[name]}"), name)

@@ -116,9 +116,11 @@ class CrossFittedItems:
 
 @dataclass(frozen=True, kw_only=True)
 class PastFeatures:
-    """Args:
-    dense: ``{name: [rows]}``, mean 0 and deviation 1 over the training rows, cut at 4 deviations.
-    surprise: ``[rows]``, the rating less what the film's and the user's past let expect; a column of later rows' histories.
+    """What a row knows about its past.
+
+    Args:
+        dense: ``{name: [rows]}``, mean 0 and deviation 1 over the training rows, cut at 4 deviations.
+        surprise: ``[rows]``, the rating less what the film's and the user's past let expect; a column of later rows' histories.
     """
 
     dense: dict[str, Floats]

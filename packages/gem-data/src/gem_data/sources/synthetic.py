@@ -1,6 +1,6 @@
 """Generated impressions whose true click probability is known for every row, so that the best possible AUC and NE are known too.
 
-The log odds of a click add up a bias, effects of the item, of the user's group and of the hour, two numbers, and the share of the user's recent events
+The log odds of a click add up a bias, effects of the item, of the user's group and of the hour, two numbers, and the share of recent events
 that are in the item's category, where an event of age ``a`` counts ``1 / (1 + a / 10 days)``. Everything they depend on is in the features.
 """
 
