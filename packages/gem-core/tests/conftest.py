@@ -57,7 +57,8 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clean_host: None) -
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: {version}\n")
         if source is not None:
             (info / "entry_points.txt").write_text(f"[gem_core.plugins]\n{plugin or distribution} = {module}\n")
-        modules.append(module)
+        if source is not None:  # metadata alone, of torch for example, brings no module to forget
+            modules.append(module)
         importlib.invalidate_caches()
         reset_host()
         return site
