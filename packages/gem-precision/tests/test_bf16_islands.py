@@ -19,7 +19,7 @@ UNIX_TIME, DAY = 1.65e9, 86_400.0
 
 
 def recipe(**options: Any) -> Bf16Islands:
-    return Bf16Islands(**{"cpu": "bf16", "device": "cpu", **options})
+    return Bf16Islands(**{"cpu": "bf16", **options})
 
 
 def batch(rows: int = 64) -> tuple[Tensor, Tensor]:
@@ -54,7 +54,7 @@ def group(tmp_path: Path) -> Iterator[None]:
 
 def check_decisions(model: Any, precision: Bf16Islands, called: nn.Module | None = None) -> None:
     """What ran is what was decided."""
-    decided = {d.module: d.format for d in precision.prepare(model)}
+    decided = {d.module: d.format for d in precision.prepare(model, "cpu")}
     with precision.forward_context("cpu"):
         (called or model)(batch()[0])
     for name, module in model.named_modules():
@@ -65,7 +65,7 @@ def check_decisions(model: Any, precision: Bf16Islands, called: nn.Module | None
 
 def test_each_module_computes_in_what_was_decided(model: nn.Module, kit: Any) -> None:
     precision = recipe()
-    decided = {d.module: d.format for d in precision.prepare(model)}
+    decided = {d.module: d.format for d in precision.prepare(model, "cpu")}
     with precision.forward_context("cpu"):
         got = kit.outputs.of(model, batch()[0]).dtypes
     for name, number_format in decided.items():
@@ -81,31 +81,31 @@ def test_other_options_hold_their_decisions_too(model: nn.Module, options: dict[
 
 def test_the_check_of_decisions_goes_red_when_an_island_is_lost(model: Any) -> None:
     class Lost(Bf16Islands):
-        def prepare(self, model: Any) -> Any:
-            decided = super().prepare(model)
+        def prepare(self, model: Any, device_type: str) -> Any:
+            decided = super().prepare(model, device_type)
             del model.layers[0].mix.forward
             return decided
 
     with pytest.raises(AssertionError, match=r"layers\.0\.mix"):
-        check_decisions(model, Lost(cpu="bf16", device="cpu", islands=["layers.0.mix"]))
+        check_decisions(model, Lost(cpu="bf16", islands=["layers.0.mix"]))
 
 
 def test_a_model_on_meta_is_prepared_before_it_has_weights(kit: Any, model: nn.Module) -> None:
     with torch.device("meta"):
         late = kit.small()
     precision = recipe()
-    precision.prepare(late)
+    precision.prepare(late, "cpu")
     assert all(p.is_meta for p in late.parameters())
     late.to_empty(device="cpu")
     late.load_state_dict(model.state_dict())
-    recipe().prepare(model)
+    recipe().prepare(model, "cpu")
     with precision.forward_context("cpu"):
         assert torch.equal(late(batch()[0]), model(batch()[0]))
 
 
 def test_state_dict_names_and_float32_stay(model: nn.Module) -> None:
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    recipe().prepare(model)
+    recipe().prepare(model, "cpu")
     after = model.state_dict()
     assert list(after) == list(before)
     assert all(torch.equal(after[name], value) for name, value in before.items())
@@ -113,7 +113,7 @@ def test_state_dict_names_and_float32_stay(model: nn.Module) -> None:
 
 def test_islands_survive_ddp(model: Any, group: None) -> None:
     precision = recipe(islands=["heads", "layers.0.mix"])
-    precision.prepare(model)
+    precision.prepare(model, "cpu")
     wrapped, (x, y) = DistributedDataParallel(model), batch()
     with precision.forward_context("cpu"):
         binary_cross_entropy_with_logits(wrapped(x).float(), y).backward()
@@ -127,7 +127,7 @@ def test_training_follows_float32(kit: Any) -> None:
     for name, precision in {"fp32": recipe(cpu="fp32"), "bf16": recipe()}.items():
         torch.manual_seed(3)
         model = kit.small()
-        precision.prepare(model)
+        precision.prepare(model, "cpu")
         runs[name] = losses(model, precision)
     assert runs["fp32"][-1] < 0.6 * runs["fp32"][0]
     assert runs["bf16"] != runs["fp32"]
@@ -139,7 +139,7 @@ def test_everything_an_island_equals_float32_exactly(kit: Any) -> None:
     for name, precision in {"fp32": recipe(cpu="fp32"), "islands": recipe(islands=["*"])}.items():
         torch.manual_seed(3)
         model = kit.small()
-        precision.prepare(model)
+        precision.prepare(model, "cpu")
         runs[name] = losses(model, precision, steps=3)
     assert runs["islands"] == runs["fp32"]
 
@@ -155,7 +155,7 @@ def test_a_star_holds_what_the_model_computes_itself_too(kit: Any) -> None:
 
     for islands, expected in ((["*"], torch.float32), (["part"], torch.bfloat16)):
         model, precision = Outer(), recipe(islands=islands)
-        precision.prepare(model)
+        precision.prepare(model, "cpu")
         with precision.forward_context("cpu"):
             assert model(torch.ones(2, 8)).dtype == expected
 
@@ -186,7 +186,7 @@ class Model(nn.Module):
 def days_apart(**options: Any) -> float:
     """What remains of one day between two times."""
     model, precision = Model(), recipe(small=0, **options)
-    precision.prepare(model)
+    precision.prepare(model, "cpu")
     with precision.forward_context("cpu"):
         out = model(torch.tensor([[UNIX_TIME], [UNIX_TIME + DAY]]))
     return float((out[1, 0] - out[0, 0]).detach()) / DAY
@@ -202,7 +202,7 @@ def test_case_G06_planted_fault_without_the_island_the_day_is_lost() -> None:
 
 def test_case_G05_every_gradient_of_the_first_step_is_finite(model: Any) -> None:
     precision, (x, y) = recipe(), batch()
-    precision.prepare(model)
+    precision.prepare(model, "cpu")
     with precision.forward_context("cpu"):
         loss = binary_cross_entropy_with_logits(model(1e4 * x).float(), y)
     assert bool(torch.isfinite(loss))
@@ -212,7 +212,7 @@ def test_case_G05_every_gradient_of_the_first_step_is_finite(model: Any) -> None
 
 def test_case_G05_planted_fault_the_check_names_the_tensor(model: Any) -> None:
     precision, (x, y) = recipe(), batch()
-    precision.prepare(model)
+    precision.prepare(model, "cpu")
     model.layers[1].mix.weight.register_hook(lambda gradient: torch.full_like(gradient, torch.nan))
     with precision.forward_context("cpu"):
         binary_cross_entropy_with_logits(model(x).float(), y).backward()
@@ -221,7 +221,7 @@ def test_case_G05_planted_fault_the_check_names_the_tensor(model: Any) -> None:
 
 def test_case_G09_weights_gradients_and_optimiser_state_stay_float32(model: nn.Module) -> None:
     precision, (x, y) = recipe(), batch()
-    precision.prepare(model)
+    precision.prepare(model, "cpu")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     with precision.forward_context("cpu"):
         binary_cross_entropy_with_logits(model(x).float(), y).backward()
@@ -242,8 +242,8 @@ def test_case_G09_small_updates_reach_float32_weights_and_are_lost_in_bf16() -> 
 
 
 def test_on_a_cpu_everything_is_float32_by_default_and_says_why(model: Any) -> None:
-    precision = Bf16Islands(device="cpu")
-    decided = precision.prepare(model)
+    precision = Bf16Islands()
+    decided = precision.prepare(model, "cpu")
     assert {d.format for d in decided} == {"fp32"}
     assert all("CPU" in d.reason for d in decided)
     assert precision.compute_dtype() == "fp32"
@@ -254,38 +254,38 @@ def test_on_a_cpu_everything_is_float32_by_default_and_says_why(model: Any) -> N
 
 def test_a_wrong_pattern_is_an_error_on_a_cpu_too(model: nn.Module) -> None:
     with pytest.raises(RequestError, match="no module has such a name"):
-        Bf16Islands(device="cpu", islands=["tower.*"]).prepare(model)
+        Bf16Islands(islands=["tower.*"]).prepare(model, "cpu")
 
 
-def test_decisions_for_one_device_are_not_used_on_another() -> None:
-    with pytest.raises(RequestError, match="device=cpu"):
-        Bf16Islands(device="cuda").forward_context("cpu")
-    with pytest.raises(RequestError, match="device=cuda"):
-        Bf16Islands(device="cpu").forward_context("cuda")
+def test_what_it_computes_in_is_known_once_it_knows_the_device() -> None:
+    with pytest.raises(RequestError, match="Call prepare first"):
+        Bf16Islands().compute_dtype()
 
 
-@pytest.mark.parametrize(("gpu", "expected"), [(True, "bf16"), (False, "fp32")])
-def test_auto_takes_a_gpu_where_there_is_one(monkeypatch: pytest.MonkeyPatch, gpu: bool, expected: str) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
-    assert Bf16Islands().compute_dtype() == expected
+@pytest.mark.parametrize(("device", "expected"), [("cuda", "bf16"), ("cpu", "fp32")])
+def test_the_run_says_where_it_computes_whatever_the_machine_has(monkeypatch: pytest.MonkeyPatch, device: str, expected: str) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: device == "cpu")
+    precision = Bf16Islands()
+    precision.prepare(nn.Linear(32, 32), device)
+    assert precision.compute_dtype() == expected
     assert expected in DTYPES
 
 
 def test_decisions_for_a_gpu_are_made_without_one(model: nn.Module) -> None:
-    assert {d.format for d in Bf16Islands(device="cuda").prepare(model)} == {"fp32", "bf16", "input"}
+    assert {d.format for d in Bf16Islands().prepare(model, "cuda")} == {"fp32", "bf16", "input"}
 
 
 def test_a_model_is_prepared_once(model: nn.Module) -> None:
-    recipe().prepare(model)
+    recipe().prepare(model, "cpu")
     with pytest.raises(RequestError, match="prepared this model before"):
-        recipe().prepare(model)
+        recipe().prepare(model, "cpu")
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_islands_on_a_gpu(model: Any) -> None:
     precision = Bf16Islands(islands=["heads", "layers.0.mix"])
-    precision.prepare(model)
+    precision.prepare(model, "cuda")
     model.cuda()
     with precision.forward_context("cuda"):
         model.layers[0].mix(torch.ones(2, 32, device="cuda", dtype=torch.bfloat16))

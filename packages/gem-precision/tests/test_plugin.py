@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from pydantic import ValidationError
+from torch import nn
 
 import gem_precision
 from gem_precision.options import Bf16IslandsOptions
@@ -40,7 +41,8 @@ def test_the_declaration_resolves() -> None:
     options = resolve(declared.options)
     assert options is Bf16IslandsOptions
     built = resolve(declared.load)(**{field: getattr(options(), field) for field in options.model_fields})
-    assert built.compute_dtype() in ("fp32", "bf16")
+    built.prepare(nn.Linear(32, 32), "cuda")
+    assert built.compute_dtype() == "bf16"
 
 
 def test_options_have_the_recipes_own_defaults() -> None:

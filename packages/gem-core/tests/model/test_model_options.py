@@ -54,6 +54,22 @@ def test_a_configuration_as_toml() -> None:
     assert options.group("clicks") == SequenceOptions(dim=64, heads=4, window=100, layers=2)
 
 
+def test_what_is_shown_of_a_group_is_what_is_used() -> None:
+    """`gem config show` and the manifest print the dump."""
+    options = GemOptions.model_validate({"sequence": {"dim": 16, "window": 9}, "sequences": {"clicks": {"heads": 4}}})
+    shown = options.model_dump()["sequences"]["clicks"]
+    assert (shown["dim"], shown["window"], shown["heads"]) == (16, 9, 4)
+    assert shown == options.group("clicks").model_dump()
+    assert GemOptions.model_validate(options.model_dump()) == options
+
+
+def test_an_error_in_a_group_names_it() -> None:
+    with pytest.raises(ValidationError, match=r"sequences\.clicks\.haeds"):
+        GemOptions.model_validate({"sequences": {"clicks": {"haeds": 4}}})
+    with pytest.raises(ValidationError, match="valid dictionary"):
+        GemOptions.model_validate({"sequences": {"clicks": 3}})
+
+
 def test_an_override_may_repeat_a_default() -> None:
     """A key that is given counts, whatever its value."""
     options = GemOptions.model_validate({"sequence": {"seeds": 9}, "sequences": {"views": {"seeds": SequenceOptions().seeds}}})

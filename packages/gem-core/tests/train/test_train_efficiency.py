@@ -4,7 +4,8 @@ import pytest
 import torch
 from gem_train_fakes import FakeSource, Probe, ProbeOptions
 
-from gem_core.train.efficiency import TRAIN_OVER_FORWARD, Meter, Span, peak_of, table_peak
+from gem_core.train import efficiency
+from gem_core.train.efficiency import TRAIN_OVER_FORWARD, Meter, Peak, Span, peak_of, table_peak
 from gem_core.train.progress import Progress
 from gem_core.train.world import World
 
@@ -34,12 +35,18 @@ def test_what_the_table_does_not_know_is_measured(name: str, dtype: str) -> None
     assert table_peak(name, dtype, tf32=False) is None
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_a_cpu_peak_is_measured_and_says_so(dtype: str) -> None:
-    peak = peak_of(torch.device("cpu"), dtype)
+def test_a_cpu_peak_is_measured_and_says_so() -> None:
+    peak = peak_of(torch.device("cpu"), "fp32")
     assert peak.flops_per_second > 1e6
-    assert peak.dtype == dtype
+    assert peak.dtype == "fp32"
     assert peak.source.startswith("measured")
+
+
+@pytest.mark.parametrize(("bf16", "counts"), [(1e9, "fp32"), (1e12, "bf16")])
+def test_a_cpu_run_in_16_bits_is_held_against_the_faster_format(monkeypatch: pytest.MonkeyPatch, bf16: float, counts: str) -> None:
+    speeds = {"bf16": bf16, "fp32": 1e11}
+    monkeypatch.setattr(efficiency, "_measured", lambda _, dtype: Peak(flops_per_second=speeds[dtype], dtype=dtype, source="measured"))
+    assert peak_of(torch.device("cpu"), "bf16").dtype == counts
 
 
 def test_mfu_is_three_forwards_over_time_and_peak() -> None:

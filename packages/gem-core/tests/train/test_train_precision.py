@@ -17,7 +17,7 @@ def model() -> Probe:
 @pytest.mark.parametrize("recipe", [Fp32(), Bf16()])
 def test_every_leaf_has_one_decision_and_nothing_is_changed(model: Probe, recipe: Fp32 | Bf16) -> None:
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    decisions = recipe.prepare(model)
+    decisions = recipe.prepare(model, "cpu")
     assert [d.module for d in decisions] == ["first", "norm", "drop", "last"]
     assert all(d.reason for d in decisions)
     assert all(p.dtype == torch.float32 and torch.equal(p, before[name]) for name, p in model.named_parameters())
@@ -25,11 +25,11 @@ def test_every_leaf_has_one_decision_and_nothing_is_changed(model: Probe, recipe
 
 
 def test_bf16_says_what_computes_in_what(model: Probe) -> None:
-    assert {d.module: d.format for d in Bf16().prepare(model)} == {"first": "bf16", "norm": "fp32", "drop": "input", "last": "bf16"}
+    assert {d.module: d.format for d in Bf16().prepare(model, "cpu")} == {"first": "bf16", "norm": "fp32", "drop": "input", "last": "bf16"}
 
 
 def test_a_model_that_is_one_leaf_has_a_name() -> None:
-    assert [d.module for d in Fp32().prepare(nn.Linear(1, 1))] == ["model"]
+    assert [d.module for d in Fp32().prepare(nn.Linear(1, 1), "cpu")] == ["model"]
 
 
 @pytest.mark.parametrize(("recipe", "expected"), [(Fp32(), torch.float32), (Bf16(), torch.bfloat16)])

@@ -18,5 +18,3 @@ class Bf16IslandsOptions(BaseModel):
     """Linear layers with fewer inputs or outputs than this stay in float32; 0 for none."""
     cpu: Literal["fp32", "bf16"] = "fp32"
     """What a run on a CPU computes in."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where the run computes; ``auto`` takes a GPU where there is one. Needed only for a CPU run on a machine with a GPU."""

@@ -13,7 +13,7 @@ from gem_core.spec import PrecisionDecision
 class Fp32:
     """Everything in float32."""
 
-    def prepare(self, model: Any) -> Sequence[PrecisionDecision]:
+    def prepare(self, model: Any, device_type: str) -> Sequence[PrecisionDecision]:
         """One decision for each leaf module; nothing is changed."""
         return [PrecisionDecision(module=name, format="fp32", reason="the recipe computes in float32") for name, _ in _leaves(model)]
 
@@ -27,7 +27,7 @@ class Fp32:
 class Bf16:
     """Matmuls and kernels in bfloat16 through autocast; parameters, their optimiser state, embedding tables and the loss stay in float32."""
 
-    def prepare(self, model: Any) -> Sequence[PrecisionDecision]:
+    def prepare(self, model: Any, device_type: str) -> Sequence[PrecisionDecision]:
         """One decision for each leaf module; nothing is changed."""
         return [_decide(name, module) for name, module in _leaves(model)]
 

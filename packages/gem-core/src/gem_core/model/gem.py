@@ -53,7 +53,7 @@ class GemOptions(BaseModelOptions, MergedSequences):
 
     @model_validator(mode="after")
     def _layers_fit(self) -> Self:
-        for where, options in [("sequence", self.sequence), *((f"sequences.{name}", self.group(name)) for name in self.sequences)]:
+        for where, options in self.named():
             if options.layers is not None and options.layers > self.layers:
                 raise ValueError(f"{where}: layers {options.layers} is more than the model's {self.layers}")
         return self

@@ -3,9 +3,10 @@
 Unknown keys are errors. What depends on the schema as well is checked when the model is built.
 """
 
-from typing import Annotated, Literal, Self
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 Width = Annotated[int, Field(ge=1)]
 Rate = Annotated[float, Field(ge=0.0, lt=1.0)]
@@ -141,16 +142,32 @@ class MergedSequences(Options):
     sequence: SequenceOptions = SequenceOptions()
     sequences: dict[str, SequenceOptions] = {}
 
+    @field_validator("sequences", mode="before")
+    @classmethod
+    def _fill_up(cls, value: Any, info: ValidationInfo) -> Any:
+        """Give each group the keys of ``sequence`` that it does not override, so that what is shown is what is used."""
+        base = info.data.get("sequence")
+        if base is None or not isinstance(value, Mapping):
+            return value  # wrong in itself, and reported as such
+
+        def filled(override: Any) -> Any:
+            if isinstance(override, SequenceOptions):
+                override = override.model_dump(include=override.model_fields_set)
+            return {**base.model_dump(), **override} if isinstance(override, Mapping) else override
+
+        return {name: filled(override) for name, override in value.items()}
+
     def group(self, name: str) -> SequenceOptions:
-        """The options of one group, validated."""
-        override = self.sequences.get(name)
-        if override is None:
-            return self.sequence
-        return SequenceOptions.model_validate(self.sequence.model_dump() | override.model_dump(include=override.model_fields_set))
+        """The options of one group."""
+        return self.sequences.get(name, self.sequence)
+
+    def named(self) -> list[tuple[str, SequenceOptions]]:
+        """``sequence`` and each group of ``sequences`` with the path that errors name them by."""
+        return [("sequence", self.sequence), *((f"sequences.{name}", options) for name, options in self.sequences.items())]
 
     @model_validator(mode="after")
     def _heads_divide(self) -> Self:
-        for where, options in [("sequence", self.sequence), *((f"sequences.{name}", self.group(name)) for name in self.sequences)]:
+        for where, options in self.named():
             if options.dim % options.heads:
                 raise ValueError(f"{where}: dim {options.dim} is not a multiple of heads {options.heads}")
             if options.rope != "off" and options.attention != "off" and options.dim // options.heads % 2:

@@ -35,8 +35,13 @@ class PrecisionDecision:
 class Precision(Protocol):
     """What a recipe loads: prepares a model once, and wraps each forward."""
 
-    def prepare(self, model: Any) -> Sequence[PrecisionDecision]:
-        """Change modules in place where the recipe needs it; return the decision for each leaf module."""
+    def prepare(self, model: Any, device_type: str) -> Sequence[PrecisionDecision]:
+        """Change modules in place where the recipe needs it; return the decision for each leaf module.
+
+        Args:
+            model: the dense part, possibly on the meta device.
+            device_type: where the run computes, ``cpu`` or ``cuda``. The other methods are called for the same one, after this.
+        """
         ...
 
     def forward_context(self, device_type: str) -> AbstractContextManager[Any]:

@@ -338,7 +338,7 @@ def _build_model(run: Run) -> nn.Module:
 
 def _prepare(run: Run, model: nn.Module) -> tuple[Precision, Sequence[PrecisionDecision]]:
     precision: Precision = host().build("precision_recipes", run.config.precision.recipe, run.config.precision.options)
-    return precision, precision.prepare(model)
+    return precision, precision.prepare(model, run.world.device.type)
 
 
 def _apply_strategies(run: Run, dense: nn.Module, *, on_meta: bool) -> nn.Module:

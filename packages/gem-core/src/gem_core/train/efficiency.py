@@ -38,13 +38,16 @@ def peak_of(device: torch.device, dtype: str) -> Peak:
     """The vendor's dense peak of a GPU that the table knows; otherwise the best of a short run of matmuls, labelled ``measured``.
 
     Args:
-        dtype: ``bf16``, ``fp16``, ``fp32`` or ``fp64``; fp32 on a GPU counts as tf32 where torch is allowed to use it.
+        dtype: ``bf16``, ``fp16``, ``fp32`` or ``fp64``; fp32 on a GPU counts as tf32 where torch is allowed to use it. On a CPU the faster of
+            fp32 and ``dtype`` counts: where 16-bit matmuls are slow, most work of a 16-bit run is in fp32, and its MFU would pass 1.
     """
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
         known = table_peak(name, dtype, tf32=torch.backends.cuda.matmul.allow_tf32)
         if known is not None:
             return known
+    if device.type == "cpu" and dtype in ("bf16", "fp16"):
+        return max(_measured(device, dtype), _measured(device, "fp32"), key=lambda peak: peak.flops_per_second)
     return _measured(device, dtype)
 
 

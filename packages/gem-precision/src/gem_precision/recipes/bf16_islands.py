@@ -20,29 +20,21 @@ class Bf16Islands:
         islands: patterns of module names that stay in float32; None for ``policy.DEFAULT_ISLANDS``. Norms, softmaxes and losses always do.
         small: linear layers with fewer inputs or outputs than this stay in float32, 0 for none.
         cpu: what a run on a CPU computes in.
-        device: where the run computes. A recipe is built before it is told, so ``auto`` takes a GPU where torch sees one, as the trainer does;
-            ``forward_context`` refuses a device of another kind.
     """
 
-    def __init__(
-        self,
-        *,
-        islands: Sequence[str] | None = None,
-        small: int = 16,
-        cpu: Literal["fp32", "bf16"] = "fp32",
-        device: Literal["auto", "cpu", "cuda"] = "auto",
-    ) -> None:
+    def __init__(self, *, islands: Sequence[str] | None = None, small: int = 16, cpu: Literal["fp32", "bf16"] = "fp32") -> None:
         self._policy = Policy(islands, small)
-        self._device = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
-        self._dtype = cpu if self._device == "cpu" else "bf16"
+        self._on_cpu = cpu
+        self._dtype: str | None = None
 
-    def prepare(self, model: Any) -> Sequence[PrecisionDecision]:
+    def prepare(self, model: Any, device_type: str) -> Sequence[PrecisionDecision]:
         """Turn the islands' forwards to float32 in place, and return one decision for each leaf module.
 
         Raises:
             RequestError: a pattern matches no module, or the model has been prepared before.
         """
         self._policy.check(model)
+        self._dtype = self._on_cpu if device_type == "cpu" else "bf16"
         if self._dtype == "fp32":
             return [PrecisionDecision(module=label(name), format="fp32", reason=_ON_CPU) for name, _ in leaves(model)]
         if any(is_island(module) for module in model.modules()):
@@ -53,16 +45,15 @@ class Bf16Islands:
         return decisions(model, found)
 
     def forward_context(self, device_type: str) -> AbstractContextManager[Any]:
-        """Autocast to bfloat16, or nothing where the run computes in float32.
-
-        Raises:
-            RequestError: the run is on another kind of device than the decisions were made for.
-        """
-        if device_type != self._device:
-            so = f"its decisions were made for {self._device!r} and the run is on {device_type!r}"
-            raise RequestError("precision recipe 'bf16_islands'", so, f"Add --set precision.options.device={device_type}.")
-        return nullcontext() if self._dtype == "fp32" else torch.autocast(device_type, dtype=torch.bfloat16)
+        """Autocast to bfloat16, or nothing where the run computes in float32."""
+        return nullcontext() if self.compute_dtype() == "fp32" else torch.autocast(device_type, dtype=torch.bfloat16)
 
     def compute_dtype(self) -> str:
-        """``bf16``, or ``fp32`` where the run computes in float32."""
+        """``bf16``, or ``fp32`` where the run computes in float32.
+
+        Raises:
+            RequestError: ``prepare`` has not been called, which says where the run computes.
+        """
+        if self._dtype is None:
+            raise RequestError("precision recipe 'bf16_islands'", "it has prepared no model", "Call prepare first.")
         return self._dtype
