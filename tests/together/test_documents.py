@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [
     ROOT / "README.md",
-    *sorted(ROOT.glob("docs/*.md")),
+    *sorted(ROOT.glob("docs/**/*.md")),
     *sorted(ROOT.glob("packages/*/README.md")),
     *sorted(ROOT.glob("examples/*/README.md")),
 ]
@@ -54,7 +54,7 @@ def test_case_A09_documented_commands_run(document: str, tmp_path: Path) -> None
     run_here(lines, tmp_path)
 
 
-def test_setup_commands_are_what_ci_runs() -> None:
+def test_case_A15_setup_commands_are_what_ci_runs() -> None:
     """Lines that install something are few, and CI's script runs the README's own."""
     others = {line for _, line in all_commands() if not runnable(line)}
     strange = [line for line in others if not re.match(r"(python3 -m )?(pip|nox)\b|python3 -m (pip|pytest)\b|export \w+=", line)]

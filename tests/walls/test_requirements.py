@@ -38,6 +38,22 @@ def test_case_A12_no_requirement_is_a_direct_url() -> None:
     assert [dep for project in METADATA.values() for dep in project["dependencies"] if "@" in dep or "://" in dep] == []
 
 
+def unbounded(dependencies: list[str]) -> list[str]:
+    """Requirements without a lowest version, which ``floors`` could not install, and polars without the bound that its 2.0 needs."""
+    plain = [dep.split(";")[0].strip() for dep in dependencies]
+    return [dep for dep in plain if ">=" not in dep or (dep.startswith("polars") and "<2" not in dep)]
+
+
+@pytest.mark.parametrize("name", METADATA)
+def test_case_A08_A13_requirements_have_bounds_that_sessions_try(name: str) -> None:
+    """``tests`` installs the newest releases that the bounds allow, ``floors`` the oldest."""
+    assert unbounded(METADATA[name]["dependencies"]) == []
+
+
+def test_planted_missing_bound_is_seen() -> None:
+    assert unbounded(["numpy", "polars>=1.0", "torch>=2.11"]) == ["numpy", "polars>=1.0"]
+
+
 @pytest.mark.parametrize("name", METADATA)
 def test_each_package_has_its_own_papers(name: str) -> None:
     folder = ROOT / "packages" / name
