@@ -5,7 +5,7 @@ torchrec ``KeyedJaggedTensor``: a converter copies nothing. Offsets are int64 th
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, Self
 
@@ -193,6 +193,8 @@ class Batch:
         masks: ``{task: [rows]}`` bool, True where the label is observed; tasks without an entry are observed everywhere.
         weights: ``{task: [rows]}`` float32; tasks without an entry weigh 1.
         groups: ``[rows]`` int64 user or request ids for group AUC, or None.
+        id_weights: ``{feature: [ids]}`` float32 weights of the ids of the weighted features, aligned with their ids.
+        origin: ``[rows]`` int64 number of each row in its source, or None: accounts for every row.
         global_rows: rows of this step over all ranks.
     """
 
@@ -208,6 +210,8 @@ class Batch:
     time: Tensor | None = None
     groups: Tensor | None = None
     global_rows: int = 0
+    id_weights: dict[str, Tensor] = field(default_factory=dict)
+    origin: Tensor | None = None
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "Batch":
         """A copy on ``device``."""
@@ -231,9 +235,9 @@ class Batch:
             if bad.numel():
                 value = float(seen[int(bad[0])])
                 raise RequestError(f"label {task!r}", f"it holds {value}", "Labels are 0 or 1; mask out rows whose label is unknown.")
-        for task, weight in self.weights.items():
+        for name, weight in (*self.weights.items(), *self.id_weights.items()):
             if not bool(torch.isfinite(weight).all()) or bool((weight < 0).any()):
-                raise RequestError(f"weight of {task!r}", "it holds a negative or non-finite value", "Weights are finite and not negative.")
+                raise RequestError(f"weight of {name!r}", "it holds a negative or non-finite value", "Weights are finite and not negative.")
 
 
 def range_index(begin: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:

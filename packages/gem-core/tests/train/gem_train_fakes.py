@@ -1,6 +1,8 @@
 """A small plugin for the trainer's tests: a source and a model whose every number is known, and data parallelism by torch's DDP."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -148,6 +150,38 @@ class FakeSource:
         return {"read": sum(kept.values()), **kept}
 
 
+class ResumableFake(FakeSource):
+    """Rows are dealt to ranks one by one from those that are left; what was trained is appended to ``told`` as lines ``epoch row``."""
+
+    def __init__(self, told: str, **options: Any) -> None:
+        super().__init__(**options)
+        self.told = Path(told)
+        self.epoch, self.done = 0, set[int]()
+
+    def batches(
+        self, split: str, *, batch_size: int, shard: Shard = Shard(), seed: int | None = None, epoch: int = 0, start: int = 0
+    ) -> Iterator[Batch]:
+        assert start == 0
+        if split == "train":
+            self.epoch, self.done = epoch, self.done if epoch == self.epoch else set()
+        gone = self.done if split == "train" else set()
+        left = torch.tensor([row for row in self.split[split].tolist() if row not in gone], dtype=torch.int64)
+        for at, _ in epoch_batches(left.numel(), batch_size=batch_size, shard=shard, seed=seed, epoch=epoch):
+            yield replace(self.batch(left[at]), origin=left[at])
+
+    def trained(self, batches: Sequence[Batch]) -> None:
+        rows = [row for batch in batches if batch.origin is not None for row in batch.origin.tolist()]
+        self.done.update(rows)
+        with self.told.open("a") as file:
+            file.writelines(f"{self.epoch} {row}\n" for row in rows)
+
+    def cursor(self) -> Mapping[str, Any]:
+        return {"epoch": self.epoch, "done": sorted(self.done)}
+
+    def restore(self, states: Sequence[Mapping[str, Any]]) -> None:
+        self.epoch, self.done = states[0]["epoch"], {row for state in states for row in state["done"]}
+
+
 class Ddp:
     """Data parallelism by torch's own wrapper."""
 
@@ -160,7 +194,10 @@ class Ddp:
 
 @hookimpl
 def gem_data_sources() -> Sequence[DataSource]:
-    return [DataSource(name="fake", summary="known rows", load="gem_train_fakes:FakeSource")]
+    return [
+        DataSource(name="fake", summary="known rows", load="gem_train_fakes:FakeSource"),
+        DataSource(name="fake-resumable", summary="known rows and a cursor", load="gem_train_fakes:ResumableFake"),
+    ]
 
 
 @hookimpl

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from gem_core.batch import Batch, Jagged
-from gem_core.model.jagged import mean_rows
+from gem_core.model.jagged import mean_rows, weighted_mean_rows
 from gem_core.model.layers import LearnedToken, Mlp, pair_width
 from gem_core.model.options import FeatureOptions
 from gem_core.model.tables import poolings
@@ -81,6 +81,7 @@ class FeatureTokens(nn.Module):
         pooling = poolings(tables)
         self.ids = tuple(feature.name for feature in schema.ids)
         self.to_pool = frozenset(f.name for f in schema.ids if f.multi and pooling[f.name] == "none")
+        self.weighted = frozenset(f.name for f in schema.ids if f.weighted)
         self.numbers = tuple(feature.name for feature in schema.dense if feature.width == 1)
         self.vectors: tuple[DenseFeature, ...] = tuple(feature for feature in schema.dense if feature.width > 1)
         self.width, self.dim = options.embedding_dim, dim
@@ -120,7 +121,8 @@ class FeatureTokens(nn.Module):
         value = embedded[name]
         if name in self.to_pool:
             column = batch.ids[name]
-            value = mean_rows(Jagged(value, column.offsets, column.max_length))
+            packed = Jagged(value, column.offsets, column.max_length)
+            value = weighted_mean_rows(packed, _id_weights(batch, name, value.shape[0])) if name in self.weighted else mean_rows(packed)
         if value.shape[0] != batch.rows:
             raise RequestError(
                 f"id feature {name!r}",
@@ -154,6 +156,14 @@ class FeatureTokens(nn.Module):
     def flops(self, rows: int) -> int:
         count = sum(part.flops(rows) for part in (self.project, self.each, self.group) if part is not None)
         return count + rows * sum(pair_width(feature.width, self.dim) for feature in self.vectors)
+
+
+def _id_weights(batch: Batch, name: str, ids: int) -> Tensor:
+    weights = batch.id_weights.get(name)
+    if weights is None or weights.shape != (ids,):
+        so = "the batch has none" if weights is None else f"their shape is {list(weights.shape)} for {ids} ids"
+        raise RequestError(f"weights of id feature {name!r}", so, "A source gives one weight for each id of a weighted feature.")
+    return weights
 
 
 def target_tokens(schema: DataSchema, group: SequenceFeature, names: Sequence[str]) -> list[int]:

@@ -24,6 +24,15 @@ def mean_rows(column: Jagged) -> Tensor:
     return sums / column.lengths().clamp(min=1).to(sums.dtype)[:, None]
 
 
+def weighted_mean_rows(column: Jagged, weights: Tensor) -> Tensor:
+    """``sum w v / sum w`` of each row's values, zeros where a row's weights add up to 0: ``[total, dim]``, weights ``[total]`` -> ``[rows, dim]``."""
+    row = row_of(column.offsets, column.values.shape[0])
+    weights = weights.to(column.values.dtype)
+    sums = column.values.new_zeros(column.rows, *column.values.shape[1:]).index_add(0, row, column.values * weights[:, None])
+    total = weights.new_zeros(column.rows).index_add(0, row, weights)
+    return sums / torch.where(total > 0, total, 1.0)[:, None]
+
+
 def regular_offsets(rows: int, length: int, device: torch.device) -> Tensor:
     """Offsets of ``rows`` rows that all have ``length`` values."""
     return torch.arange(rows + 1, device=device) * length

@@ -24,8 +24,8 @@ def used_features(schema: DataSchema, *, sequences: bool = True) -> dict[str, Id
 def make_tables(schema: DataSchema, options: BaseModelOptions, *, sequences: bool = True, pool_sequences: bool = False) -> list[TableSpec]:
     """One table for each ``IdFeature.table_name``.
 
-    A table gives a vector an id, so that a candidate and a history can share it. The engine pools (``mean``) where rows hold several ids and no
-    history is wanted event by event.
+    A table gives a vector an id, so that a candidate and a history can share it. The engine pools (``mean``) where rows hold several ids, no
+    history is wanted event by event and no id has a weight.
 
     Args:
         schema: the data set.
@@ -34,7 +34,8 @@ def make_tables(schema: DataSchema, options: BaseModelOptions, *, sequences: boo
         pool_sequences: whether the mean of a history is all the model wants of it.
 
     Raises:
-        RequestError: features of one table differ in cardinality, or an event column is multi-valued.
+        RequestError: features of one table differ in cardinality, an event column is multi-valued, or a weighted feature shares its table with a
+            history that the engine pools.
     """
     columns: dict[str, dict[str, IdFeature]] = {}
     for key, feature in used_features(schema, sequences=sequences).items():
@@ -56,7 +57,11 @@ def _table(name: str, columns: Mapping[str, IdFeature], of_rows: set[str], extra
     events = [key for key in columns if key not in of_rows]
     if wrong := [key for key in several if key in events]:
         raise RequestError(f"event column {wrong[0]!r}", "it is multi-valued", "Events carry one id a column; give each of its values a column.")
-    mean = (bool(several) or bool(events)) if pool_sequences else (bool(several) and not events)
+    weighted = [key for key in several if columns[key].weighted]
+    if weighted and events and pool_sequences:
+        so = f"it shares table {name!r} with {events[0]!r}, of which the model wants the engine's mean"
+        raise RequestError(f"weighted id feature {weighted[0]!r}", so, "Give the weighted feature a table of its own.")
+    mean = not weighted and ((bool(several) or bool(events)) if pool_sequences else (bool(several) and not events))
     return TableSpec(
         name=name,
         rows=next(iter(sizes.values())),

@@ -1,7 +1,7 @@
 """The contract between core and its plugins. Imports only the standard library and pluggy."""
 
 from gem_core.spec.cli import CliCommand
-from gem_core.spec.data import DataSchema, DataSource, DenseFeature, IdFeature, SequenceFeature, Shard, Source, Task
+from gem_core.spec.data import DataSchema, DataSource, DenseFeature, IdFeature, ResumableSource, SequenceFeature, Shard, Source, Task
 from gem_core.spec.embedding import (
     ADAM_BETAS,
     EmbeddingEngine,
@@ -52,6 +52,7 @@ __all__ = [
     "PrecisionDecision",
     "PrecisionRecipe",
     "RequestError",
+    "ResumableSource",
     "RunFailed",
     "RunInfo",
     "SequenceFeature",

@@ -1,8 +1,10 @@
 """Schema of a data set, and the declaration and protocol of a data source."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
+
+from gem_core.spec.errors import RequestError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -11,12 +13,23 @@ class IdFeature:
 
     Ids lie in ``[0, cardinality)``; row 0 is reserved for unknown values.
     ``table`` names the embedding table, so that features of one meaning share it (the candidate item and the items of a history).
+    A ``weighted`` multi-valued feature has a weight for each id, in ``Batch.id_weights``; models take the weighted mean of its vectors.
+
+    Raises:
+        RequestError: ``weighted`` without ``multi``.
     """
 
     name: str
     cardinality: int
     multi: bool = False
     table: str | None = None
+    weighted: bool = False
+
+    def __post_init__(self) -> None:
+        if self.weighted and not self.multi:
+            raise RequestError(
+                f"id feature {self.name!r}", "it is weighted but has one id a row", "Weights tell the ids of a multi-valued feature apart."
+            )
 
     @property
     def table_name(self) -> str:
@@ -143,4 +156,29 @@ class Source(Protocol):
 
     def ledger(self) -> dict[str, int]:
         """Rows read, kept by split and dropped by reason; ``read`` equals the sum of the rest."""
+        ...
+
+
+@runtime_checkable
+class ResumableSource(Source, Protocol):
+    """A source that knows which rows were trained, so that a run goes on without losing or repeating one, whatever the number of ranks.
+
+    The trainer calls ``trained`` after each step, puts every rank's ``cursor`` into checkpoints and hands all of them to every rank's ``restore``
+    before the first batch. ``batches("train", ...)`` of the restored epoch then yields the rows that are left; ``start`` stays 0.
+    """
+
+    def trained(self, batches: Sequence[Any]) -> None:
+        """These batches of this rank, in the order in which they were yielded, have been trained on. Batches without rows count for nothing."""
+        ...
+
+    def cursor(self) -> Mapping[str, Any]:
+        """Plain values (numbers, strings, None, lists, mappings): what this rank has trained of the epoch."""
+        ...
+
+    def restore(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Go on from the cursors of all ranks that wrote the checkpoint, in the order of their ranks.
+
+        Raises:
+            RequestError: they were written over other data.
+        """
         ...

@@ -29,6 +29,7 @@ from gem_core.spec import (
     Precision,
     PrecisionDecision,
     RequestError,
+    ResumableSource,
     RunInfo,
     Source,
     SparseOptimizer,
@@ -248,6 +249,10 @@ def _restore(run: Run) -> None:
     run.progress.load_state_dict(trainer["progress"], run.world)
     run.saved_step = run.progress.step
     checkpoint.restore_random_state(trainer["random"], run.world)
+    if isinstance(run.source, ResumableSource):
+        if trainer.get("data") is None:
+            raise RequestError(f"resuming {run.resume}", "its checkpoint holds no cursor of the data source", "Start a new run.")
+        run.source.restore(trainer["data"])
 
 
 def _manifest(run: Run) -> None:

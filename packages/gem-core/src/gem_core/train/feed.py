@@ -114,4 +114,5 @@ def empty_batch(schema: DataSchema) -> Batch:
         weights={},
         time=nothing if any(g.time for g in groups) else None,
         groups=nothing if schema.group else None,
+        id_weights={f.name: torch.zeros(0) for f in schema.ids if f.weighted},
     )

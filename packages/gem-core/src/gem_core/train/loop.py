@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from gem_core.plugins import host
-from gem_core.spec import CheckpointInfo, GemError, Shard, StepInfo
+from gem_core.spec import CheckpointInfo, GemError, ResumableSource, Shard, StepInfo
 from gem_core.train import checkpoint
 from gem_core.train.compose import Run
 from gem_core.train.efficiency import TRAIN_OVER_FORWARD
@@ -43,7 +43,7 @@ def _epochs(run: Run) -> None:
                 shard=Shard(rank=run.world.rank, world=run.world.size),
                 seed=config.run.seed if config.train.shuffle else None,
                 epoch=epoch,
-                start=progress.next_batch,
+                start=0 if isinstance(run.source, ResumableSource) else progress.next_batch,
             ),
             run.world,
             run.schema,
@@ -75,6 +75,8 @@ def _steps(run: Run, feed: Feed) -> bool:
             final=config.optim.final_lr_fraction,
         )
         result = train_step(run.learner, work, step=progress.step + 1, lr_factor=factor)
+        if isinstance(run.source, ResumableSource):
+            run.source.trained(work.batches)
         progress.step += 1
         progress.next_batch += len(work.batches)
         progress.trained_rows += work.rows
@@ -146,6 +148,7 @@ def save(run: Run) -> None:
             "stream": learner.stream.state_dict(world),
             "progress": run.progress.state_dict(world),
             "random": checkpoint.random_state(world),
+            "data": world.gather_objects(run.source.cursor()) if isinstance(run.source, ResumableSource) else None,
         },
     }
     about = {"config": run.config.model_dump(mode="json"), "kernels": run.kernels, "data": checkpoint.data_facts(run.source), "world": world.size}
