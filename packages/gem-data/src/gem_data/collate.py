@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gem_core.batch import Batch, Jagged, KeyedJagged, check_offsets, lengths_to_offsets, range_index
 from gem_core.spec import DataSchema, RequestError
-from gem_data.schema import check_columns
+from gem_data.table_checks import check_columns
 
 
 @dataclass(frozen=True, kw_only=True)

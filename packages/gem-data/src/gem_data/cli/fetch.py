@@ -1,4 +1,4 @@
-"""``gem data``: fetch data sets and list the sources of this package."""
+"""``gem data fetch`` and ``gem data list``."""
 
 import json
 import sys
@@ -12,10 +12,7 @@ from rich.table import Table
 from gem_data.fetch import RELEASES, default_folder, fetch, find_release, is_complete
 from gem_data.plugin import gem_data_sources
 
-app = typer.Typer(no_args_is_help=True, help="Fetch data sets and list data sources.")
 
-
-@app.command("fetch")
 def fetch_command(
     name: Annotated[str, typer.Argument(help=f"One of: {', '.join(RELEASES)}.")],
     dest: Annotated[Path | None, typer.Option(help="Folder to write to instead of the cache.")] = None,
@@ -30,7 +27,6 @@ def fetch_command(
         print(f"  sha256 {digest}  {file}")
 
 
-@app.command("list")
 def list_command(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
     """List the data sources of gem-data and whether their files are at hand."""
     rows = [{"name": source.name, "files": _files(source.name), "summary": source.summary} for source in gem_data_sources()]

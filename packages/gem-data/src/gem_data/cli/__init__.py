@@ -1,0 +1,11 @@
+"""``gem data``: each sub-command stands in a file of its own and is registered here."""
+
+import typer
+
+from gem_data.cli.fetch import fetch_command, list_command
+from gem_data.cli.generate import generate_command
+
+app = typer.Typer(no_args_is_help=True, help="Fetch, inspect, convert and prepare data sets; list data sources.")
+app.command("fetch")(fetch_command)
+app.command("list")(list_command)
+app.command("generate")(generate_command)
