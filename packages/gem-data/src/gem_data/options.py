@@ -1,9 +1,9 @@
 """Options of the sources, validated when a configuration is read; imports no data library."""
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 # Strict, because pydantic otherwise takes `true` for the number 1.
 Count = Annotated[int, Field(strict=True, ge=1)]
@@ -57,3 +57,41 @@ class SyntheticOptions(Options):
     base_logit: Real = Field(-1.2, description="log odds of a click before any effect")
     temperature: Annotated[Real, Field(gt=0.0)] = Field(1.0, description="divides every effect: larger is noisier")
     conversion: bool = Field(False, description="add the task cvr, observed where ctr is positive")
+
+
+class GeneratedOptions(Options):
+    """Options of ``generated`` and of ``gem data generate``."""
+
+    rows: Count = Field(1_000_000, description="training rows")
+    test_rows: Count = Field(100_000, description="test rows, all later than the training rows")
+    seed: Natural = Field(1, description="seed of everything")
+    users: Count = Field(100_000, description="users; each has one event log, from which all his histories are cut")
+    groups: Count = Field(6, description="user groups")
+    items: Count = Field(10_000, description="items, a multiple of categories")
+    categories: Annotated[Count, Field(ge=4, le=1000)] = Field(20, description="categories of items")
+    zipf: Annotated[Real, Field(ge=0.0, le=4.0)] = Field(1.05, description="exponent of item popularity within a category; 0 is uniform")
+    candidates: Count = Field(1, description="rows of one request: they share user, time and history")
+    mean_events: Annotated[Real, Field(ge=0.0)] = Field(100.0, description="mean events of a user's log before the cap")
+    tail: Annotated[Real, Field(gt=1.0, le=10.0)] = Field(1.2, description="Pareto exponent of log lengths; below 2 their variance is infinite")
+    max_events: Annotated[Count, Field(le=200_000)] = Field(200_000, description="longest log")
+    history_length: Annotated[Count, Field(le=200_000)] = Field(100, description="most recent events of a history")
+    days: Annotated[Count, Field(le=3650)] = Field(60, description="days that the logs cover; training rows from 30 %, test rows from 85 % of them")
+    interest_days: Count = Field(15, description="days after which every user's interest is drawn anew")
+    interest: Annotated[Real, Field(ge=0.0, lt=1.0)] = Field(
+        0.6, description="share of events that follow the interest; the others are of any category"
+    )
+    follow_up: Annotated[Real, Field(ge=0.0, le=1.0)] = Field(
+        0.5, description="weight of what follows from the last event; the rest is the interest's"
+    )
+    match: Real = Field(3.0, description="log odds added when the candidate is what the history asks for; 0 hides nothing in histories")
+    base_logit: Real = Field(-2.5, description="log odds of a click before any effect")
+    drift: Real = Field(0.5, description="radians by which item effects turn over the days of the logs")
+    conversion: bool = Field(True, description="add the task cvr, observed where ctr is positive")
+    delay_days: Annotated[Real, Field(gt=0.0)] = Field(1.5, description="typical mean delay from click to conversion")
+    window_days: Annotated[Real, Field(gt=0.0)] = Field(7.0, description="conversions within this time of the click count")
+
+    @model_validator(mode="after")
+    def _whole_categories(self) -> Self:
+        if self.items % self.categories:
+            raise ValueError(f"items = {self.items} is no multiple of categories = {self.categories}")
+        return self

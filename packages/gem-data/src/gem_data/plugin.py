@@ -26,6 +26,12 @@ def gem_data_sources() -> Sequence[DataSource]:
             load="gem_data.sources.synthetic:load",
             options="gem_data.options:SyntheticOptions",
         ),
+        DataSource(
+            name="generated",
+            summary="impressions of any size computed as they are read; the best possible AUC and NE are known, with histories and without",
+            load="gem_data.sources.generated:load",
+            options="gem_data.options:GeneratedOptions",
+        ),
     ]
 
 

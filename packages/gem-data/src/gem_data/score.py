@@ -41,24 +41,27 @@ def logit(p: Floats) -> Floats:
     return np.asarray(np.log(p) - np.log1p(-p))
 
 
-def expected_scores(probabilities: Floats, observed: Floats) -> dict[str, float]:
-    """AUC and NE that the true probabilities reach on average over labels drawn from them, as ratios of expectations.
+def expected_scores(probabilities: Floats, observed: Floats, predicted: Floats | None = None) -> dict[str, float]:
+    """AUC and NE that a prediction reaches on average over labels drawn from the true probabilities, as ratios of expectations.
 
     The expected number of correctly ordered (positive, negative) pairs over the expected number of pairs, and the expected log loss over the entropy
-    of the expected rate: what the sample figures tend to as rows grow, and what no predictor can beat on average.
+    of the expected rate: what the sample figures tend to as rows grow. For the true probabilities themselves, what no predictor can beat on average.
 
     Args:
         probabilities: ``[rows]``, the true probability of a positive label.
         observed: ``[rows]``, the probability that the row's label is seen at all.
+        predicted: ``[rows]``, the prediction that is scored; by default the true probabilities.
     """
-    rank = np.unique(probabilities, return_inverse=True)[1]
+    predicted = probabilities if predicted is None else predicted
+    rank = np.unique(predicted, return_inverse=True)[1]
     positive = np.bincount(rank, observed * probabilities)
     negative = np.bincount(rank, observed * (1 - probabilities))
     below = np.cumsum(negative) - negative
     own = (observed**2 * probabilities * (1 - probabilities)).sum()
     ordered = (positive * (below + negative / 2)).sum() - own / 2
     rate = positive.sum() / observed.sum()
-    loss = (observed * entropy(probabilities)).sum() / observed.sum()
+    p = np.clip(predicted, 1e-300, 1 - 1e-16)
+    loss = -(observed * (probabilities * np.log(p) + (1 - probabilities) * np.log1p(-p))).sum() / observed.sum()
     return {"auc": float(ordered / (positive.sum() * negative.sum() - own)), "ne": float(loss / entropy(np.asarray(rate)))}
 
 
