@@ -43,4 +43,4 @@ def _files(name: str) -> str:
     if name in RELEASES:
         folder = default_folder(name)
         return str(folder) if is_complete(RELEASES[name], folder) else f"missing: gem data fetch {name}"
-    return "none needed" if name == "synthetic" else "your own: data.options.path"
+    return "none needed" if name in ("synthetic", "generated") else "your own: data.options.path"

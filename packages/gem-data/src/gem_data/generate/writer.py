@@ -96,7 +96,7 @@ def _write_split(world: World, split: str, folder: Path, truth: Truth | None, to
         file = f"{split}/part-{len(parts):05}.parquet"
         rows = 0
         part = _Part(folder / file, shared=world.options.candidates > 1)
-        while piece is not None and rows + piece.index.size <= PART_ROWS:
+        while piece is not None and (not rows or rows + piece.index.size <= PART_ROWS):
             part.write(world.options, piece)
             rows += piece.index.size
             if truth is not None:
