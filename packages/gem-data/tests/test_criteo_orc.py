@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import polars as pl
 import pyarrow as pa
 import pytest
 import torch
@@ -16,7 +15,6 @@ from gem_core.spec import RequestError
 from gem_data.formats.orc import read_orc
 from gem_data.logistic import fit_logistic
 from gem_data.sources.criteo_orc import CATEGORIES, NUMBERS, CriteoOrc, choose_parts, load
-from gem_data.vocabulary import HashedIds, Vocabulary
 
 COLUMNS = ("label", *NUMBERS, *CATEGORIES)
 
@@ -166,19 +164,6 @@ def test_orc_reads_plain_columns_and_strings(tmp_path: Path) -> None:
     path = tmp_path / "x.orc"
     orc.write_table(pa.table({"a": [1, None], "b": pa.array([["x"], []], pa.list_(pa.string())), "rest": [0, 0]}), str(path))
     assert read_orc(path, ("b", "a")).rows() == [("x", 1), (None, None)]
-
-
-def test_vocabulary_is_sorted_and_hashes_are_stable() -> None:
-    values = pl.Series("c", [9, 3, 3, None, -1])
-    assert Vocabulary("c", values).encode(pl.Series([-1, 3, 9, None, 4])).tolist() == [1, 2, 3, 0, 0]
-    hashed = HashedIds("c", 1000)
-    rows = hashed.encode(pl.Series([9, None, 3, 9]))
-    assert rows[0] == rows[3] != rows[2]
-    assert rows[1] == 0
-    assert torch.equal(rows, hashed.encode(pl.Series(["9", None, "3", "9"])))
-    assert not torch.equal(rows, HashedIds("d", 1000).encode(pl.Series([9, None, 3, 9])))
-    assert rows[rows > 0].min() >= 1
-    assert rows.max() <= 1000
 
 
 def test_logistic_regression_finds_a_planted_effect() -> None:

@@ -44,7 +44,7 @@ def test_the_example_gives_earlier_clicks_and_counts_every_line(tmp_path: Path) 
     offsets, times = batch.event_offsets["clicks"].offsets.tolist(), batch.event_time["clicks"].tolist()
     histories = [times[a:b] for a, b in pairwise(offsets)]
     assert histories == [[], [10], [], [10], [10], [10, 30], [20], [10, 30], [20, 50], [30, 60]]
-    assert batch.ids["item"].values.tolist() == [1, 2, 1, 3, 1, 2, 4, 4, 1, 1]
+    assert batch.ids["item"].values.tolist() == [1, 2, 1, 4, 1, 2, 3, 3, 1, 1]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert [b.rows for b in source.batches("train", batch_size=5, seed=1)] == [5, 3]

@@ -1,6 +1,7 @@
 """MovieLens-100K: split, labels, histories and leakage on a small data set in the same format."""
 
 import warnings
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -183,7 +184,8 @@ def test_features_are_finite_and_within_four_deviations(folder: Path, statistics
 def test_item_ids_are_of_training_items_and_shared_with_the_history(folder: Path) -> None:
     source, ratings = small(folder), in_time_order()
     chosen = last_fifth(ratings)
-    known = sorted({rating[1] for row, rating in enumerate(ratings) if row not in chosen})
+    counts = Counter(rating[1] for row, rating in enumerate(ratings) if row not in chosen)
+    known = sorted(counts, key=lambda item: (-counts[item], item))
     rows = {item: known.index(item) + 1 if item in known else 0 for _, item, _, _ in ratings}
     assert source.table.ids["item"].tolist() == [rows[rating[1]] for rating in ratings]
     assert rows["19"] == rows["20"] == 0

@@ -3,7 +3,7 @@
 import io
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pyarrow as pa
@@ -34,7 +34,7 @@ class JsonLinesReader:
         sample = b"\n".join(block.split(b"\n")[:SAMPLE_LINES])
         longest = _long_integers(self._place, sample)
         given = {name: pa.uint64() for name in longest} | dict(self._request.types)
-        table = self._parse(sample, pa.schema(list(given.items())) if given else None, "infer", lines.original)
+        table = self._parse(sample, pa.schema(list(given.items())) if given else None, "infer", lines)
         return pa.schema([(field.name, pa.string() if pa.types.is_null(field.type) else field.type) for field in table.schema])
 
     def _lines(self) -> Lines:
@@ -48,13 +48,13 @@ class JsonLinesReader:
         rows = 0
         for block in lines.blocks():
             if block:
-                table = self._parse(block, chosen, others, lambda row, done=rows, lines=lines: lines.original(done + row))
+                table = self._parse(block, chosen, others, lines, rows)
                 rows += table.num_rows
                 yield from table.select(columns).to_batches()
         if lines.blanks:
             self._request.dropped["blank line"] += len(lines.blanks)
 
-    def _parse(self, block: bytes, schema: pa.Schema | None, others: str, number: Callable[[int], int]) -> pa.Table:
+    def _parse(self, block: bytes, schema: pa.Schema | None, others: str, lines: Lines, done: int = 0) -> pa.Table:
         try:
             return pajson.read_json(
                 io.BytesIO(block),
@@ -62,7 +62,7 @@ class JsonLinesReader:
                 parse_options=pajson.ParseOptions(explicit_schema=schema, unexpected_field_behavior=others),
             )
         except pa.ArrowInvalid as error:
-            so = re.sub(r"in row (\d+)", lambda match: f"in line {number(int(match[1]) + 1)}", str(error))
+            so = re.sub(r"in row (\d+)", lambda match: f"in line {lines.original(done + int(match[1]) + 1)}", str(error))
             raise RequestError(self._place.asked, f"it cannot be parsed ({so})", "Repair the line, or name columns and their types.") from error
 
 

@@ -28,6 +28,13 @@ class Vocabulary:
         self._sorted = keys[self._order]
 
     @classmethod
+    def of(cls, name: str, values: pa.Array | pa.ChunkedArray, *, min_count: int = 1) -> "Vocabulary":
+        """Of all values of a training column."""
+        builder = VocabularyBuilder(name, min_count=min_count)
+        builder.add(values)
+        return builder.build()
+
+    @classmethod
     def from_counts(cls, name: str, values: pa.Array, counts: pa.Array, *, min_count: int = 1) -> "Vocabulary":
         """From different values and how often each occurs: those seen at least ``min_count`` times, by falling count, then by rising value."""
         table = pa.table({"value": widen(values), "count": counts.cast(pa.int64())})

@@ -18,12 +18,12 @@ from torch import Tensor
 from gem_core.spec import DataSchema, DenseFeature, IdFeature, RequestError, Task
 from gem_data.collate import Table
 from gem_data.formats.orc import read_orc
+from gem_data.ids import Encoder, HashEncoder, Vocabulary, VocabularyEncoder
 from gem_data.ledger import Ledger
 from gem_data.logistic import fit_logistic
 from gem_data.options import CriteoOrcOptions
 from gem_data.score import scores, sigmoid
 from gem_data.sources.base import TableSource
-from gem_data.vocabulary import HashedIds, Vocabulary
 
 TASK = "ctr"
 NUMBERS = tuple(f"i{k}" for k in range(1, 14))
@@ -104,13 +104,15 @@ def _categories(frame: pl.DataFrame, train: NDArray[np.bool_], options: CriteoOr
         values = frame.get_column(name)
         if not (values.dtype.is_integer() or values.dtype == pl.String):
             raise RequestError(f"column {name!r}", f"it holds {values.dtype}", "Categories are integers or strings.")
-        encoder = (
-            HashedIds(name, options.hash_rows)
-            if options.hash_rows
-            else Vocabulary(name, values.filter(pl.Series(train)), min_count=options.min_count, unknown=options.unknown)
-        )
-        columns[name], cardinality[name] = encoder.encode(values), encoder.cardinality
+        encoder = _encoder(name, values.filter(pl.Series(train)), options)
+        columns[name], cardinality[name] = torch.from_numpy(encoder.encode(values.to_arrow())), encoder.cardinality
     return columns, cardinality
+
+
+def _encoder(name: str, train: pl.Series, options: CriteoOrcOptions) -> Encoder:
+    if options.hash_rows:
+        return HashEncoder(name, options.hash_rows + 1, salt=name)
+    return VocabularyEncoder(name, Vocabulary.of(name, train.to_arrow(), min_count=options.min_count), options.unknown)
 
 
 def _numbers(frame: pl.DataFrame, train: NDArray[np.bool_]) -> dict[str, Tensor]:

@@ -19,12 +19,12 @@ from gem_data.collate import Events, MultiIds, Spans, Table
 from gem_data.fetch import default_folder
 from gem_data.formats.recbole import read_atomic, require_columns
 from gem_data.history import Floats, Ints
+from gem_data.ids import Vocabulary, VocabularyEncoder
 from gem_data.ledger import Ledger
 from gem_data.options import Ml100kOptions
 from gem_data.score import logit, scores, sigmoid
 from gem_data.sources.base import TableSource
 from gem_data.sources.ml_100k_features import CrossFittedItems, Past, PastFeatures, PastItems, Ratings, earlier_events, past_features
-from gem_data.vocabulary import Vocabulary
 
 FILES = ("ml-100k.inter", "ml-100k.user", "ml-100k.item")
 TASK = "like"
@@ -178,8 +178,8 @@ def _id_columns(frame: pl.DataFrame, train: NDArray[np.bool_]) -> tuple[dict[str
     cardinality: dict[str, int] = {}
     for name, column in (("user", "user_id"), ("item", "item_id"), ("gender", "gender"), ("occupation", "occupation")):
         values = frame.get_column(column)
-        vocabulary = Vocabulary(name, values.filter(pl.Series(train)))
-        columns[name], cardinality[name] = vocabulary.encode(values), vocabulary.cardinality
+        encoder = VocabularyEncoder(name, Vocabulary.of(name, values.filter(pl.Series(train)).to_arrow()))
+        columns[name], cardinality[name] = torch.from_numpy(encoder.encode(values.to_arrow())), encoder.cardinality
     age, zip_code, year, seconds = pl.col("age"), pl.col("zip_code"), pl.col("release_year"), pl.col("timestamp")
     years = age.cast(pl.Int64, strict=False)
     released = year.cast(pl.Int64, strict=False)
@@ -200,10 +200,10 @@ def _id_columns(frame: pl.DataFrame, train: NDArray[np.bool_]) -> tuple[dict[str
 def _genres(frame: pl.DataFrame, films: pl.DataFrame) -> tuple[MultiIds, int]:
     """The film's genres, and the rows of their table; a film without genres has none."""
     words = frame.get_column("class").fill_null([])
-    vocabulary = Vocabulary("genres", films.get_column("class").explode())
-    values = vocabulary.encode(words.filter(words.list.len() > 0).explode())
+    encoder = VocabularyEncoder("genres", Vocabulary.of("genres", films.get_column("class").to_arrow().flatten()))
+    values = torch.from_numpy(encoder.encode(words.to_arrow().flatten()))
     lengths = torch.from_numpy(words.list.len().cast(pl.Int64).to_numpy(writable=True))
-    return MultiIds(values=values, spans=Spans.packed(values.numel(), "genres", lengths=lengths)), vocabulary.cardinality
+    return MultiIds(values=values, spans=Spans.packed(values.numel(), "genres", lengths=lengths)), encoder.cardinality
 
 
 def _genre_shares(genres: MultiIds, rows: int) -> Floats:
