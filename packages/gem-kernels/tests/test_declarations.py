@@ -17,6 +17,9 @@ KERNEL_MODULES = {
     "gem_kernels.common.language",
     "gem_kernels.common.offsets",
     "gem_kernels.ops.gdpa.triton",
+    "gem_kernels.ops.block_attention.triton",
+    "gem_kernels.ops.hstu_attention.spans",
+    "gem_kernels.ops.hstu_attention.triton",
 }
 """Modules that hold kernels: loaded on first use, they may ask for triton."""
 

@@ -42,6 +42,23 @@ def _sdpa(op: str, features: tuple[str, ...]) -> list[KernelImpl]:
     ]
 
 
+def _portable(op: str, features: tuple[str, ...], check: str = "check") -> KernelImpl:
+    """A portable Triton kernel beside gdpa and jagged_attention."""
+    return KernelImpl(
+        op=op,
+        contract=1,
+        backend="triton",
+        load=f"gem_kernels.ops.{op}.launch:{op}",
+        devices=("cuda", "interpreter"),
+        dtypes=("fp32", "bf16", "fp16"),
+        min_arch=80,
+        features=features,
+        check=f"gem_kernels.ops.limits:{check}",
+        requires=("triton",),
+        summary="portable Triton, forward and backward without atomics",
+    )
+
+
 @hookimpl
 def gem_kernel_impls() -> Sequence[KernelImpl]:
     return [
@@ -58,6 +75,21 @@ def gem_kernel_impls() -> Sequence[KernelImpl]:
             requires=("triton",),
             summary="portable Triton, forward and backward without atomics",
         ),
+        KernelImpl(
+            op="jagged_attention",
+            contract=1,
+            backend="triton",
+            load="gem_kernels.ops.jagged_attention.launch:triton",
+            devices=("cuda", "interpreter"),
+            dtypes=("fp32", "bf16", "fp16"),
+            min_arch=80,
+            features=("cross", "causal", "window", "broadcast_q", "bias", "gqa", "lse"),
+            check="gem_kernels.ops.limits:check_attention",
+            requires=("triton",),
+            summary="portable Triton, forward and backward without atomics",
+        ),
         *_sdpa("jagged_attention", ("cross", "causal", "window", "broadcast_q", "bias", "gqa")),
         *_sdpa("pooled_attention", ("per_row_seeds", "gqa")),
+        _portable("block_attention", ("rope", "rope_v"), "check_block_attention"),
+        _portable("hstu_attention", ("causal", "noncausal", "window", "contextual", "targets", "bias"), "check_attention"),
     ]

@@ -1,0 +1,1 @@
+"""Block attention in portable Triton, rotary embedding fused."""

@@ -1,0 +1,89 @@
+"""What the launchers of the portable Triton kernels share: limits, checks inside custom ops, layouts, launches. No triton until a kernel runs."""
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from gem_core.spec import KernelUnavailable, MachineError
+from gem_kernels.ops.limits import NO_BF16
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+MAX_GRID = 2**31 - 1
+MAX_TOKEN_STRIDE = 2**24 - 1
+"""In elements: 128 rows of a tile stay below 2^31."""
+
+
+@cache
+def interpreted() -> bool:
+    """Whether kernels run in Triton's interpreter. Imports triton."""
+    shared = import_module("gem_kernels.common.offsets")
+    return not isinstance(shared.load_rows, shared.triton.JITFunction)
+
+
+def check_call(op: str, lead: Tensor, others: Sequence[Tensor | None] = (), *, width: int = 1, limit: int = 1) -> None:
+    """Refuse what a portable kernel does not take; called inside the custom op, where a compiler does not look.
+
+    Args:
+        op: name of the op, for messages.
+        lead: its first input.
+        others: the other inputs of its dtype.
+        width: larger head size of the call.
+        limit: largest head size of the kernel.
+    """
+    asked = f"{op} with backend 'triton'"
+    dtypes = [t.dtype for t in (lead, *others) if t is not None]
+    if lead.dtype not in DTYPES or len(set(dtypes)) > 1:
+        named = ", ".join(str(dtype) for dtype in dict.fromkeys(dtypes))
+        raise KernelUnavailable(asked, f"the inputs are {named}", "Give all the same dtype: float32, bfloat16 or float16.")
+    if width > limit:
+        raise KernelUnavailable(asked, f"head size {width} is above {limit}", "Use more heads, or backend='reference'.")
+    check_device(asked, lead)
+
+
+def check_device(asked: str, lead: Tensor) -> None:
+    """Refuse a device or dtype on which Triton gives no right result."""
+    if interpreted() and lead.dtype is torch.bfloat16:
+        raise KernelUnavailable(asked, NO_BF16, "Use float32 or float16, or a GPU.")
+    if not interpreted() and not lead.is_cuda:
+        raise MachineError(asked, f"the tensors lie on {lead.device}", "Move them to a GPU, or set TRITON_INTERPRET=1 before triton is imported.")
+
+
+def readable(*tensors: Tensor) -> list[Tensor]:
+    """Kernels step over the last axis one element at a time and keep offsets inside a tile in 32 bits; any other layout of ``[tokens, ..., dim]``
+    is copied."""
+    return [t if t.stride(-1) == 1 and t.stride(0) <= MAX_TOKEN_STRIDE else t.contiguous() for t in tensors]
+
+
+def block_width(size: int) -> int:
+    """Columns of a tile that holds ``size`` of them: the next power of two, at least 16 (the smallest matrix product)."""
+    return max(16, 1 << (size - 1).bit_length())
+
+
+def precision(lead: Tensor) -> str:
+    """How float32 products are computed: exactly. 16-bit products do not ask."""
+    return "ieee" if lead.dtype is torch.float32 else "tf32"
+
+
+def approximate(lead: Tensor) -> bool:
+    """Whether the special function unit is exact enough: for 16-bit inputs on NVIDIA GPUs."""
+    return lead.is_cuda and torch.version.hip is None and lead.element_size() == 2
+
+
+def launch(kernel: Any, like: Tensor, tiles: int, **arguments: Any) -> None:
+    """Launch on the device of ``like``; the grid has one axis, and programs stride over what it cannot hold."""
+    with nullcontext() if like.device.type == "cpu" else torch.cuda.device(like.device):
+        kernel[(min(tiles, MAX_GRID),)](tiles=tiles, **arguments)
+
+
+def row_lengths(offsets: Tensor, longest: int) -> list[int]:
+    """True lengths, cut at ``longest``; fake offsets hold no values, so there every row counts as the longest: an upper bound."""
+    if isinstance(offsets, FakeTensor):
+        return [longest] * (int(offsets.shape[0]) - 1)
+    lengths: list[int] = offsets.diff().clamp(0, longest).tolist()
+    return lengths

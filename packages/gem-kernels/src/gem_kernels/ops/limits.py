@@ -1,0 +1,33 @@
+"""What the portable Triton kernels do not take. Imports no torch, so that kernels are listed quickly."""
+
+from gem_core.spec import KernelRequest
+
+NO_BF16 = "the Triton interpreter computes bf16 products wrongly, without an error"
+MAX_WIDTH = 256
+"""Largest head size of the HSTU and pooled kernels: beyond it the accumulators of one tile no longer fit in registers."""
+MAX_BLOCK_WIDTH = 128
+"""Largest head size of block attention, whose backward holds seven tiles of it at once."""
+MAX_BLOCK = 128
+"""Largest diagonal block: its scores stay in registers."""
+
+
+def check(request: KernelRequest) -> list[str]:
+    """Reasons against any request that a declaration cannot express."""
+    if request.device == "interpreter" and request.dtype == "bf16":
+        return [f"{NO_BF16}; test in fp32 or fp16 there"]
+    return []
+
+
+def _check_width(request: KernelRequest, limit: int) -> list[str]:
+    wide = request.head_dim is not None and request.head_dim > limit
+    return check(request) + ([f"head size {request.head_dim} is above {limit}"] if wide else [])
+
+
+def check_attention(request: KernelRequest) -> list[str]:
+    """As ``check``, with the head size of the attention kernels."""
+    return _check_width(request, MAX_WIDTH)
+
+
+def check_block_attention(request: KernelRequest) -> list[str]:
+    """As ``check``, with the head size of block attention."""
+    return _check_width(request, MAX_BLOCK_WIDTH)
