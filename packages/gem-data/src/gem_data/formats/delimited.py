@@ -31,10 +31,26 @@ class DelimitedReader:
     def batches(self, columns: list[str]) -> Iterator[pa.RecordBatch]:
         """Raises RequestError for a ragged line, unless those are dropped, and for a value that does not fit its column."""
         lines = self._lines()
-        types = {field.name: field.type for field in self.schema}
-        yield from self._parse(lines, columns, types, count=True)
+        types = {field.name: pa.string() if field.name in self._request.lists else field.type for field in self.schema}
+        for batch in self._parse(lines, columns, types, count=True):
+            yield self._split(batch) if self._request.lists else batch
         if lines.blanks:
             self._request.dropped["blank line"] += len(lines.blanks)
+
+    def _split(self, batch: pa.RecordBatch) -> pa.RecordBatch:
+        """Fields of list columns as lists; a missing field is a missing list."""
+        arrays = {name: batch.column(k) for k, name in enumerate(batch.schema.names)}
+        for name, separator in self._request.lists.items():
+            if name in arrays:
+                arrays[name] = self._listed(name, pc.split_pattern(arrays[name], separator))
+        return pa.RecordBatch.from_pydict(arrays)
+
+    def _listed(self, name: str, values: pa.Array) -> pa.Array:
+        kind = self.schema.field(name).type
+        try:
+            return values.cast(kind)
+        except pa.ArrowInvalid as error:
+            raise RequestError(self._place.asked, f"list column {name!r} does not fit {kind} ({error})", "Give the type of its values.") from error
 
     def _all_typed(self) -> bool:
         return all(name in self._request.types for name in self._names)
@@ -44,7 +60,7 @@ class DelimitedReader:
         return Lines(self._place, self._request.encoding, self._separator, blank_lines=len(self._names) == 1, quote=self._quote)
 
     def _read_header(self) -> list[str]:
-        lines = Lines(self._place, self._request.encoding, self._separator)
+        lines = Lines(self._place, self._request.encoding, self._separator, blank_lines=False)
         block = next(lines.blocks(), b"")
         if not block.strip():
             raise RequestError(self._place.asked, "it is empty, so it has no header", "Check the file, or give the names of its columns.")

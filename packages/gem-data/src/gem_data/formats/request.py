@@ -20,6 +20,7 @@ class Request:
     encoding: str = "utf-8"
     missing: tuple[str, ...] = ("",)
     types: Mapping[str, pa.DataType] = field(default_factory=dict)
+    lists: Mapping[str, str] = field(default_factory=dict)
     quote: bool | None = None
     bad_lines: BadLines = "error"
     batch_rows: int = 65_536

@@ -66,6 +66,7 @@ def scan(
     encoding: str = "utf-8",
     missing: Sequence[str] = ("",),
     types: Mapping[str, pa.DataType | str] | None = None,
+    lists: Mapping[str, str] | None = None,
     quote: bool | None = None,
     bad_lines: BadLines = "error",
     batch_rows: int = 65_536,
@@ -82,6 +83,7 @@ def scan(
         missing: texts that mean a missing value.
         types: types of some columns, as Arrow types or their names; of text, the others are int64 or uint64 where every value of the first rows is
             an integer in plain form, float64 where every value is a number, else strings.
+        lists: ``{column: separator}`` of text columns whose fields hold many values; they become lists of strings, or of their type in ``types``.
         quote: whether fields may stand in double quotes; by default with a comma or semicolon as separator only.
         bad_lines: what becomes of a line with too few or too many fields: an error, or dropped and counted.
         batch_rows: rows of a batch.
@@ -98,14 +100,18 @@ def scan(
         header=_header(header),
         encoding=encoding,
         missing=tuple(missing),
-        types={name: _type(name, kind) for name, kind in (types or {}).items()},
+        types=_types(types or {}, lists or {}),
+        lists=dict(lists or {}),
         quote=quote,
         bad_lines=bad_lines,
         batch_rows=batch_rows,
     )
     _check(request)
     places = locate(paths)
-    first = _family(places[0], format, request)(places[0], request)
+    family = _family(places[0], format, request)
+    if request.lists and family is not DelimitedReader:
+        raise RequestError(places[0].asked, "only fields of CSV and its relatives are split into lists", "Leave lists out.")
+    first = family(places[0], request)
     schema = _schema(places[0], first.schema, request)
     # Text of later files is read with the types of the first; types that only sampling would tell may not differ from file to file.
     fixed = replace(request, types={**{field.name: field.type for field in first.schema}, **request.types})
@@ -129,6 +135,15 @@ def _header(header: bool | Sequence[str]) -> tuple[str, ...] | None:
     return tuple(header)
 
 
+def _types(types: Mapping[str, pa.DataType | str], lists: Mapping[str, str]) -> dict[str, pa.DataType]:
+    """With the type of a list's values in the place of the list's."""
+    out = {name: _type(name, kind) for name, kind in types.items()}
+    for name in lists:
+        kind = out.get(name, pa.string())
+        out[name] = kind if pa.types.is_list(kind) else pa.list_(kind)
+    return out
+
+
 def _type(name: str, kind: pa.DataType | str) -> pa.DataType:
     if isinstance(kind, pa.DataType):
         return kind
@@ -149,6 +164,9 @@ def _check(request: Request) -> None:
         not request.separator or "\n" in request.separator or "\r" in request.separator or request.separator == '"'
     ):
         raise RequestError(f"separator {request.separator!r}", "it cannot separate the fields of a line", "Give a character or more.")
+    empty = [name for name, separator in request.lists.items() if not separator]
+    if empty:
+        raise RequestError(f"list column {empty[0]!r}", "its separator is empty", "Give the text between its values.")
     if request.bad_lines not in ("error", "drop"):
         raise RequestError(f"bad_lines {request.bad_lines!r}", "the choices are error and drop", "Name one of them.")
 
