@@ -3,9 +3,11 @@
 ``nox -s tests`` runs each package's tests with its siblings absent; ``nox -s "tests(gem-kernels)"`` or ``nox -t gem-kernels`` one of them.
 """
 
+import hashlib
 import os
 import shutil
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -42,8 +44,31 @@ def install_torchrec(session: nox.Session) -> None:
     session.install("-c", CONSTRAINTS, "--no-deps", "torchrec")
 
 
-def install_sources(session: nox.Session, *packages: str, tools: tuple[str, ...] = ()) -> None:
-    """Install packages of this repository from their sources, in place, and what they require."""
+def share_torch(session: nox.Session) -> None:
+    """Let the session's environment see one copy of torch that the sessions share: each would spend half a minute and 0.75 GB on its own.
+
+    pip counts what lies on the path as installed. Torch's commands, such as ``torchrun``, are not on PATH then: ``together`` and ``quickstart`` need
+    them and do not share.
+    """
+    facts = Path(CONSTRAINTS).read_text() + sys.version
+    shared = ROOT / ".nox" / f"torch-{hashlib.sha256(facts.encode()).hexdigest()[:12]}"
+    if not shared.exists():
+        draft = Path(session.create_tmp()) / "torch"
+        shutil.rmtree(draft, ignore_errors=True)
+        session.run("python", "-m", "pip", "install", "-q", "-c", CONSTRAINTS, "--target", str(draft), "torch", "numpy")
+        draft.rename(shared)
+    site = session.run("python", "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", silent=True)
+    Path(site.strip(), "shared_torch.pth").write_text(f"{shared}\n")
+
+
+def install_sources(session: nox.Session, *packages: str, tools: tuple[str, ...] = (), shared: bool = True) -> None:
+    """Install packages of this repository from their sources, in place, and what they require.
+
+    Args:
+        shared: use the sessions' common copy of torch.
+    """
+    if shared:
+        share_torch(session)
     if "gem-parallel" in packages:
         install_torchrec(session)
     editable = [word for name in packages for word in ("-e", str(source(name)))]
@@ -88,6 +113,7 @@ def alone(session: nox.Session, package: str) -> None:
     for name in needs(package):
         session.run("python", "-m", "pip", "wheel", "-q", "--no-deps", "-w", str(wheels), str(source(name)))
     built = [str(wheel) for wheel in wheels.glob("*.whl")]
+    share_torch(session)
     session.install("-c", CONSTRAINTS, *built)
     # a kept environment already has a wheel of this version, which pip would keep
     session.install("--force-reinstall", "--no-deps", *built)
@@ -97,7 +123,7 @@ def alone(session: nox.Session, package: str) -> None:
 @nox.session
 def together(session: nox.Session) -> None:
     """All five packages: what no single package can test, and the walls."""
-    install_sources(session, *PACKAGES, tools=(*TEST_TOOLS, "import-linter"))
+    install_sources(session, *PACKAGES, tools=(*TEST_TOOLS, "import-linter"), shared=False)
     run_pytest(session, "tests/walls", "tests/together")
 
 
@@ -149,7 +175,7 @@ def bench(session: nox.Session) -> None:
 @nox.session
 def quickstart(session: nox.Session) -> None:
     """Install all five packages, fetch MovieLens-100K and train on it; the report is runs/quickstart/report.html."""
-    install_sources(session, *PACKAGES)
+    install_sources(session, *PACKAGES, shared=False)
     session.run("gem", "doctor")
     session.run("gem", "data", "fetch", "ml-100k", success_codes=[0, 3])
     recipe = "quickstart" if _fetched(session) else "synthetic"

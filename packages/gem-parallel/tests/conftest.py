@@ -14,6 +14,7 @@ from gem_core.batch import Jagged, KeyedJagged, lengths_to_offsets
 from gem_core.spec import Embeddings, SparseOptimizer, TableSpec, load_object
 
 torch.set_num_threads(1)
+sys.path.insert(0, str(Path(__file__).parent))  # scripts that run on ranks import from beside them, and tests read the scripts
 
 
 LOADS = {"torch": "gem_core.builtin.embedding:TorchEmbeddings", "torchrec": "gem_parallel.sparse.engine:TorchRecEmbeddings"}

@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.nn.functional import embedding_bag
 
 from gem_core.batch import Jagged, KeyedJagged, lengths_to_offsets
-from gem_core.builtin.embedding import TorchEmbeddings, sum_rows
+from gem_core.builtin.embedding import TorchEmbeddings
+from gem_core.ops.rows import sum_rows
 from gem_core.spec import RequestError, SparseOptimizer, TableSpec, table_seed, table_state
 
 torch.set_num_threads(1)

@@ -15,7 +15,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import embedding_bag
 
 from gem_core.batch import KeyedJagged
-from gem_core.spec import ADAM_BETAS, SparseOptimizer, TableSpec, check_import, check_lr, check_tables, table_seed, table_state
+from gem_core.ops.rows import sum_rows, update_rows
+from gem_core.spec import SparseOptimizer, TableSpec, check_import, check_lr, check_tables, table_seed, table_state
 
 
 @dataclass
@@ -41,22 +42,6 @@ class _Gradients:
 
 def _join(parts: Sequence[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(list(parts))
-
-
-def sum_rows(ids: Tensor, rows: Tensor, limit: int, source: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Sum ``rows[i]``, or ``rows[source[i]]``, over equal ``ids[i]``, in the order of ``i``; ids are below ``limit``.
-
-    A stable sort and a bag sum are several times faster on the CPU than ``index_add``, and have one order of summation on every device. The sort
-    takes a pass for each byte of its keys, so they are narrowed where they fit.
-
-    Returns:
-        ``[unique]`` ids, ascending, and ``[unique, dim]`` sums.
-    """
-    ordered, order = torch.sort(ids.to(torch.int32) if limit <= 2**31 else ids, stable=True)
-    unique, counts = torch.unique_consecutive(ordered, return_counts=True)
-    if not unique.numel():
-        return ids, rows.new_zeros(0, rows.shape[1])
-    return unique.to(torch.int64), embedding_bag(order if source is None else source[order], rows.contiguous(), counts.cumsum(0) - counts, mode="sum")
 
 
 class _LookUp(torch.autograd.Function):
@@ -148,25 +133,7 @@ class TorchEmbeddings(nn.Module):
             gradients = _exchange(gradients, self._tables, list(self.weights))
         for table, weight, entry in zip(self._tables, self.weights, gradients):
             if entry is not None:
-                self._update(weight.data, self._slots[table.name], *entry)
-
-    def _update(self, weight: Tensor, slots: dict[str, Tensor], rows: Tensor, grad: Tensor) -> None:
-        """Apply one summed gradient per row; ``rows`` are distinct."""
-        if self._optimizer.name == "sgd":
-            change = grad * -self._lr
-        elif self._optimizer.name == "rowwise_adagrad":
-            state = slots["state"].index_select(0, rows) + grad.square().mean(1)
-            slots["state"].index_copy_(0, rows, state)
-            change = grad * (-self._lr / (state.sqrt() + self._optimizer.eps))[:, None]
-        else:
-            beta1, beta2 = ADAM_BETAS
-            first = slots["exp_avg"].index_select(0, rows).lerp_(grad, 1 - beta1)
-            second = slots["exp_avg_sq"].index_select(0, rows).mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
-            slots["exp_avg"].index_copy_(0, rows, first)
-            slots["exp_avg_sq"].index_copy_(0, rows, second)
-            denominator = (second / (1 - beta2**self._updates)).sqrt_().add_(self._optimizer.eps)
-            change = (first / denominator).mul_(-self._lr / (1 - beta1**self._updates))
-        weight.index_add_(0, rows, change)  # its alpha argument would leave the fast path
+                update_rows(self._optimizer, weight.data, self._slots[table.name], *entry, lr=self._lr, updates=self._updates)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients gathered since the last ``step``."""

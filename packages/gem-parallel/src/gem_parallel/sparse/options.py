@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 
 class TorchRecOptions(BaseModel):
@@ -15,3 +15,14 @@ class TorchRecOptions(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     sharding: Literal["auto", "table_wise", "row_wise"] = "auto"
+
+
+class Sharded2DOptions(BaseModel):
+    """Options of the ``sharded_2d`` engine."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    replicas: int = Field(default=1, ge=1, strict=True)
+    """Neighbouring ranks that share one shard of every table; the number of ranks is a multiple of it. 1 is one-dimensional model parallelism."""
+    prefetch: bool = True
+    """Gather the next step's shards as soon as the tables are updated; costs the memory of a whole shard between steps."""

@@ -1,0 +1,1 @@
+"""Collectives, issued and counted in one place."""

@@ -1,0 +1,221 @@
+"""The ``sharded_2d`` engine: tables and optimiser state fully sharded over a grid of ranks, with the result of one process.
+
+Forward gathers the replicas' slices to a whole shard, answers the look-ups of the ranks of the shard group, and drops it. Backward keeps the summed
+gradients of the rows that were looked up. ``step`` sends them to the shard's rank, from there to the rank that keeps the row, and updates it. Every
+gradient arrives once, so the update is that of one-dimensional model parallelism and no replica drifts. It is the fully sharded 2-D scheme of the GEM
+article with row gradients exchanged in place of weights.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.functional import embedding_bag
+
+from gem_core.batch import KeyedJagged
+from gem_core.ops.rows import sum_rows, update_rows
+from gem_core.spec import RequestError, SparseOptimizer, TableSpec, check_import, check_lr, check_tables
+from gem_parallel.comm.collectives import Collectives, Gathering, Traffic
+from gem_parallel.sparse.banks import Bank, Grid
+from gem_parallel.sparse.shards import draw, gather, scatter
+
+
+class _Rows(torch.autograd.Function):
+    """Identity of the looked-up rows ``[unique, dim]``; backward leaves their gradient with their addresses and sends nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, addresses: Tensor, sink: list[tuple[Tensor, Tensor]]) -> Tensor:
+        ctx.addresses, ctx.sink = addresses, sink
+        return rows.view_as(rows)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:
+        ctx.sink.append((ctx.addresses, grad))
+        return None, None, None
+
+
+class Sharded2DEmbeddings(nn.Module):
+    """The ``sharded_2d`` engine (``gem_core.spec.Embeddings``). Forward under every mode, ``step``, export and import are collective.
+
+    Args:
+        tables: the tables.
+        optimizer: the update rule.
+        device: where the rows live.
+        seed: of the first weights, which depend on it and on the table's name alone.
+        replicas: ranks that share one shard, neighbours in rank order: inside a host. 1 is one-dimensional model parallelism.
+        prefetch: start to gather the next step's shards at the end of ``step``, behind whatever follows; costs their memory from then on.
+
+    Raises:
+        RequestError: the tables or the optimiser are not sound, or the ranks cannot be divided by ``replicas``.
+    """
+
+    def __init__(
+        self,
+        tables: Sequence[TableSpec],
+        optimizer: SparseOptimizer,
+        *,
+        device: torch.device | str,
+        seed: int,
+        replicas: int = 1,
+        prefetch: bool = True,
+    ) -> None:
+        super().__init__()
+        check_tables(tables, optimizer)
+        device = torch.empty(0, device=device).device  # "cuda" gets its index
+        self._tables, self._optimizer, self._prefetch = tuple(tables), optimizer, prefetch
+        self._lr, self._updates = optimizer.lr, 0
+        self._limits = {feature: (table.name, table.rows) for table in tables for feature in table.features}
+        self._pooling = {feature: table.pooling for table in tables for feature in table.features}
+        self._world = dist.get_world_size() if dist.is_initialized() else 1
+        self.traffic = Traffic()
+        self.grid, self._shard, self._replicas = _groups(self._world, replicas, device, self.traffic)
+        self._banks = [Bank([t for t in tables if t.dim == dim], optimizer, self.grid, device) for dim in sorted({t.dim for t in tables})]
+        self._slices = [piece for bank in self._banks for piece in bank.slices()]
+        self._sinks: list[list[tuple[Tensor, Tensor]]] = [[] for _ in self._banks]
+        self._gathering: list[Gathering] | None = None
+        draw(self._slices, tables, seed)
+
+    def forward(self, features: KeyedJagged) -> dict[str, Tensor]:
+        """``{feature: [ids, dim] or [rows, dim]}``, float32.
+
+        Raises:
+            RequestError: a feature is missing, or (on the CPU) an id has no row; the message names feature, table and id.
+        """
+        features.check_ids(self._limits)
+        gathering, self._gathering = self._gathering or self._gather(), None
+        wanted = [torch.unique(bank.addresses(features), return_inverse=True) for bank in self._banks]
+        found = self._look_up([addresses for addresses, _ in wanted], [shards.wait() for shards in gathering])
+        out: dict[str, Tensor] = {}
+        for bank, (addresses, inverse), rows, sink in zip(self._banks, wanted, found, self._sinks):
+            rows = rows.requires_grad_(torch.is_grad_enabled())
+            if torch.is_grad_enabled():
+                rows = _Rows.apply(rows, addresses, sink)  # type: ignore[no-untyped-call]
+            sizes = [features.ids(key).numel() for key in bank.keys]
+            for key, index in zip(bank.keys, torch.split(inverse, sizes)):
+                out[key] = self._pool(key, rows, index, features)
+        return out
+
+    def _gather(self) -> list[Gathering]:
+        return [self._replicas.all_gather("tables: gather shards", bank.weight) for bank in self._banks]
+
+    def _stop_gathering(self) -> None:
+        """Drop what ``step`` started: its weights may be about to change, or this process about to end."""
+        for shards in self._gathering or ():
+            shards.wait()
+        self._gathering = None
+
+    def _look_up(self, addresses: Sequence[Tensor], shards: Sequence[Tensor]) -> list[Tensor]:
+        """The rows at the addresses, ``[n, dim]`` a bank, asked of the ranks of the shard group."""
+        sizes = [bank.shard_rows for bank in self._banks]
+        send, receive = _split_counts(self._shard, "tables: ask, counts", addresses, sizes)
+        out = []
+        for i, (asked, shard) in enumerate(zip(addresses, shards)):
+            here = self._shard.all_to_all("tables: ask", asked % sizes[i], send[i], receive[i])
+            answer = shard.view(-1, shard.shape[-1]).index_select(0, here)
+            out.append(self._shard.all_to_all("tables: answer", answer, receive[i], send[i]))
+        return out
+
+    def _pool(self, key: str, rows: Tensor, index: Tensor, features: KeyedJagged) -> Tensor:
+        pooling = self._pooling[key]
+        if pooling == "none":
+            return rows.index_select(0, index)
+        if not index.numel():  # embedding_bag refuses a batch without rows; the empty sum keeps the graph
+            return rows.new_zeros(features.rows, rows.shape[1]) + rows[:0].sum(0)
+        return embedding_bag(index, rows, features[key].offsets, mode=pooling, include_last_offset=True)
+
+    def set_lr(self, lr: float) -> None:
+        """Learning rate of the next ``step``; RequestError if it is negative or not finite."""
+        check_lr(lr)
+        self._lr = lr
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Bring the gradients gathered since the last call to the ranks that keep the rows, and update them. Collective."""
+        self._updates += 1
+        gradients = [self._own_gradients(bank, sink) for bank, sink in zip(self._banks, self._sinks)]
+        self.zero_grad()
+        gradients = self._pass_on(self._shard, "tables: gradients", gradients, [bank.shard_rows for bank in self._banks])
+        gradients = self._pass_on(self._replicas, "tables: gradients to owner", gradients, [bank.rows for bank in self._banks])
+        for bank, (rows, grad) in zip(self._banks, gradients):
+            if rows.numel():
+                update_rows(self._optimizer, bank.weight, bank.slots, rows, grad / self._world, lr=self._lr, updates=self._updates)
+        if self._prefetch:
+            self._gathering = self._gather()
+
+    def _own_gradients(self, bank: Bank, sink: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+        if not sink:
+            return torch.empty(0, dtype=torch.int64, device=bank.weight.device), bank.weight.new_empty(0, bank.dim)
+        addresses, grads = torch.cat([a for a, _ in sink]), torch.cat([g for _, g in sink])
+        return sum_rows(addresses, grads, bank.shard_rows * self.grid.groups)
+
+    def _pass_on(
+        self, ranks: Collectives, name: str, gradients: Sequence[tuple[Tensor, Tensor]], sizes: Sequence[int]
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Send each bank's summed gradients to the rank ``address // size``; the result has the addresses ``address % size``, summed again."""
+        send, receive = _split_counts(ranks, f"{name}, counts", [addresses for addresses, _ in gradients], sizes)
+        out = []
+        for i, (addresses, grads) in enumerate(gradients):
+            here = ranks.all_to_all(f"{name}, rows", addresses % sizes[i], send[i], receive[i])
+            values = ranks.all_to_all(name, grads, send[i], receive[i])
+            out.append(sum_rows(here, values, sizes[i]))
+        return out
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients gathered since the last ``step``."""
+        for sink in self._sinks:
+            sink.clear()
+
+    def table_names(self) -> Sequence[str]:
+        return [table.name for table in self._tables]
+
+    def export_tables(self) -> dict[str, dict[str, Tensor]]:
+        """Whole tables on the CPU of every rank, as ``gem_core.spec.table_state`` says."""
+        self._stop_gathering()
+        whole = gather(self._slices, self._tables, self._optimizer, self._world)
+        if self._optimizer.name == "adam":
+            for tensors in whole.values():
+                tensors["step"] = torch.tensor(self._updates)
+        return whole
+
+    def import_tables(self, tables: dict[str, dict[str, Tensor]]) -> None:
+        """Load the export of any engine and forget pending gradients; every rank is given the whole tables and keeps its part.
+
+        Raises:
+            RequestError: tables, shapes or optimiser state do not fit (``gem_core.spec.check_import``); nothing has changed then.
+        """
+        check_import(self._tables, self._optimizer, tables)
+        self.zero_grad()
+        self._stop_gathering()
+        scatter(self._slices, tables)
+        self._updates = max((int(entry.get("step", 0)) for entry in tables.values()), default=0)
+
+
+def _groups(world: int, replicas: int, device: torch.device, traffic: Traffic) -> tuple[Grid, Collectives, Collectives]:
+    """The grid, the collectives of this rank's shard group (one rank of each shard) and those of its replica group (the ranks of one shard)."""
+    if replicas < 1 or world % replicas:
+        fits = [n for n in range(1, world + 1) if world % n == 0]
+        so = f"{world} ranks cannot be divided by it"
+        raise RequestError(f"engine 'sharded_2d' with replicas = {replicas}", so, f"Choose one of {', '.join(map(str, fits))}.")
+    if world == 1:
+        return Grid(groups=1, replicas=1, group=0, replica=0), Collectives(None, traffic), Collectives(None, traffic)
+    mesh = init_device_mesh(device.type, (world // replicas, replicas), mesh_dim_names=("sparse_shard", "sparse_replicate"))
+    group, replica = mesh.get_local_rank("sparse_shard"), mesh.get_local_rank("sparse_replicate")
+    grid = Grid(groups=world // replicas, replicas=replicas, group=group, replica=replica)
+    sharded = mesh.get_group("sparse_shard") if grid.groups > 1 else None
+    replicated = mesh.get_group("sparse_replicate") if replicas > 1 else None
+    return grid, Collectives(sharded, traffic), Collectives(replicated, traffic)
+
+
+def _split_counts(ranks: Collectives, name: str, addresses: Sequence[Tensor], sizes: Sequence[int]) -> tuple[list[list[int]], list[list[int]]]:
+    """How many of each bank's ascending addresses go to each rank (``address // size``), and how many come from each: ``[banks][ranks]`` twice."""
+    device = addresses[0].device
+    counts = []
+    for part, size in zip(addresses, sizes):
+        edges = torch.arange(ranks.size + 1, device=device) * size
+        counts.append(torch.searchsorted(part, edges).diff())
+    table = torch.stack(counts, dim=1)
+    told = ranks.exchange_counts(name, table)
+    return table.T.tolist(), [list(column) for column in zip(*told)]
