@@ -10,10 +10,11 @@ class Ledger:
 
     Args:
         read: rows found in the files, before anything is dropped.
+        what: what is counted, in the plural, if not rows: users or events are conserved alike.
     """
 
-    def __init__(self, read: int) -> None:
-        self.read = read
+    def __init__(self, read: int, what: str = "rows") -> None:
+        self.read, self.what = read, what
         self._kept: Counter[str] = Counter()
         self._dropped: Counter[str] = Counter()
 
@@ -33,5 +34,6 @@ class Ledger:
         dropped = {f"dropped: {reason}": rows for reason, rows in self._dropped.items() if rows}
         parts = {**self._kept, **dropped}
         if sum(parts.values()) != self.read:
-            raise RequestError("row ledger", f"{self.read} rows read, but {parts} adds up to {sum(parts.values())}", "Count every row once.")
+            so = f"{self.read} {self.what} read, but {parts} adds up to {sum(parts.values())}"
+            raise RequestError(f"ledger of {self.what}", so, "Count each of them once.")
         return {"read": self.read, **parts}

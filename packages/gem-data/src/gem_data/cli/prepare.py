@@ -1,0 +1,70 @@
+"""``gem data prepare`` and ``gem data audit``."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from gem_core.spec import RequestError
+
+UNITS = {"MB": 10**6, "GB": 10**9, "MiB": 2**20, "GiB": 2**30}
+
+
+def prepare_command(
+    definition: Annotated[Path, typer.Argument(help="TOML file that says what to prepare; docs/data/prepare.md explains it.")],
+    out: Annotated[Path, typer.Option(help="Folder to make.")],
+    engine: Annotated[str, typer.Option(help="duckdb: this machine; spark: the Spark session of the environment.")] = "duckdb",
+    memory: Annotated[str, typer.Option(help="Memory for DuckDB and the writer; larger data goes through disk.")] = "4GB",
+) -> None:
+    """Make training rows with point-in-time histories out of raw tables."""
+    from gem_data.prepare import prepare
+
+    limit = parse_memory(memory)
+    console = Console(stderr=True)
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("starting", total=None)
+        data = prepare(definition, out, engine=engine, memory=limit, report=lambda step: progress.update(task, description=step))
+    print_account(data)
+    print(f"prepared: {out}")
+
+
+def audit_command(folder: Annotated[Path, typer.Argument(help="A folder that `gem data prepare` made.")]) -> None:
+    """Count everything in a prepared folder again and compare; exit code 1 where something differs."""
+    from gem_data.audit import audit
+
+    data = audit(folder)
+    print_account(data)
+    print(f"audited: {folder}: the files hold what data.json says")
+
+
+def parse_memory(text: str) -> int:
+    """Bytes of ``4GB`` and the like; RequestError where it is no size of at least 256 MB."""
+    for unit, factor in UNITS.items():
+        number = text.removesuffix(unit)
+        if number != text and number.strip().isdigit() and int(number) * factor >= 256 * UNITS["MB"]:
+            return int(number) * factor
+    raise RequestError(f"memory {text!r}", "it is no size of 256MB or more", f"Give a whole number and one of {', '.join(UNITS)}.")
+
+
+def print_account(data: Mapping[str, Any]) -> None:
+    """The ledgers as one table: rows, users and the events of each history."""
+    table = Table("WHAT", "READ", "BECAME", "COUNT", box=None)
+    for what, ledger in {"rows": data["ledger"], "users": data["users"], **{f"events: {name}": e for name, e in data["events"].items()}}.items():
+        for k, (part, count) in enumerate((part, count) for part, count in ledger.items() if part != "read"):
+            table.add_row(*((what, f"{ledger['read']:,}") if not k else ("", "")), part, f"{count:,}")
+    for side, splits in data["sides"].items():
+        for split, counts in splits.items():
+            table.add_row(f"join: {side}", f"{sum(counts.values()):,}", f"{split} rows without a match", f"{counts['unmatched']:,}")
+    for split, counts in data["unknown"].items():
+        for feature, count in counts.items():
+            if count:
+                table.add_row(f"{split}: {feature}", "", "unknown or missing", f"{count:,}")
+    Console(width=None if Console().is_terminal else 120).print(table)
+    if data["calibration"]:
+        c = data["calibration"]
+        print(f"negatives of {c['task']}: {c['kept']:,} of {c['negatives']:,} kept at rate {c['rate']}; correct predictions q by {c['correction']}")

@@ -1,0 +1,196 @@
+"""``prepare``: from a definition to a prepared folder that appears whole or not at all."""
+
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gem_core.spec import RequestError
+from gem_data.ids import encoders
+from gem_data.prepare.definition import read_definition
+from gem_data.prepare.engine import DuckEngine, Engine
+from gem_data.prepare.events import feature_columns, write_events
+from gem_data.prepare.histories import count_events, make_events, span_rows
+from gem_data.prepare.labels import label_rows
+from gem_data.prepare.leakage import check_leakage
+from gem_data.prepare.output import impression_columns, prepared_schema
+from gem_data.prepare.placing import place_rows
+from gem_data.prepare.plan import Plan, raw
+from gem_data.prepare.sides import final_rows, join_sides
+from gem_data.prepare.stage import Staged, stage
+from gem_data.prepare.summary import summary_of
+from gem_data.prepare.vocabularies import write_vocabularies
+from gem_data.prepare.writer import SplitWriter
+from gem_data.schema import write_schema
+from gem_data.splits import warn_about
+
+SPLITS = ("train", "test")
+Report = Callable[[str], None]
+
+
+def prepare(
+    definition_file: Path, out: Path, *, engine: str = "duckdb", memory: int = 4 * 2**30, report: Report = lambda step: None
+) -> dict[str, Any]:
+    """Prepare a folder; returns the content of its ``data.json``.
+
+    Everything is written beside ``out`` and renamed at the end. What a killed run left behind is removed by the next one.
+
+    Args:
+        definition_file: TOML, see ``gem_data.prepare.definition``.
+        out: the folder to make; it must not exist.
+        engine: ``duckdb`` on this machine, or ``spark``, whose session is that of the environment.
+        memory: bytes for the whole process with DuckDB; larger data goes through disk beside ``out``.
+        report: called with each step as it begins.
+
+    Raises:
+        RequestError: the definition, the schema or the data are not as they have to be, or ``out`` exists.
+        RunFailed: the leakage check found an event that is not before its impression.
+    """
+    definition, schema = read_definition(definition_file)
+    if out.exists():
+        raise RequestError(f"output folder {out}", "it exists", "Name a new folder, or remove that one first.")
+    with _partial(out) as (folder, work):
+        plan = Plan(definition, schema)
+        report("reading the raw tables")
+        columns = needed(plan)
+        staged = {name: stage(name, table, columns[name], definition_file.parent, work) for name, table in definition.tables.items()}
+        check_types(plan, staged)
+        running = make_engine(engine, work, memory)
+        try:
+            for name, table in staged.items():
+                running.register(raw(name), table.path)
+            content = _run(running, plan, staged, folder, work, report)
+        finally:
+            running.close()
+        shutil.rmtree(work)
+        report("checking for leakage")
+        lags = {h.name: h.lag for h in definition.histories}
+        written = prepared_schema(schema, definition, content.pop("rows"))
+        content["leakage"] = check_leakage(folder, written, content["splits"], lags)
+        write_schema(written, folder / "schema.toml")
+        (folder / "data.json").write_text(json.dumps(content, indent=1))
+    return content
+
+
+@contextmanager
+def _partial(out: Path) -> Iterator[tuple[Path, Path]]:
+    """A fresh folder that becomes ``out`` when the block ends well, and a folder in it for what is not kept."""
+    folder = out.parent / f".{out.name}.partial"
+    folder.mkdir(parents=True, exist_ok=True)
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(handle)
+        raise RequestError(f"output folder {out}", "another process is preparing it", "Wait for it, or name another folder.") from error
+    try:
+        for left in folder.iterdir():  # by a run that was killed
+            shutil.rmtree(left) if left.is_dir() else left.unlink()
+        work = folder / "work"
+        work.mkdir()
+        yield folder, work
+        os.rename(folder, out)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(handle)
+
+
+def make_engine(name: str, work: Path, memory: int) -> Engine:
+    """The engine of that name; RequestError if there is none."""
+    if name == "duckdb":
+        (work / "engine").mkdir()
+        return DuckEngine(work / "engine", memory // 2)
+    if name == "spark":
+        from gem_data.prepare.spark import SparkEngine
+
+        return SparkEngine(work)
+    raise RequestError(f"engine {name!r}", "the engines are duckdb and spark", "Name one of them.")
+
+
+def needed(plan: Plan) -> dict[str, list[str]]:
+    """``{table: raw columns}`` that the preparation reads."""
+    definition, schema = plan.definition, plan.schema
+    out: dict[str, list[str]] = {name: [] for name in definition.tables}
+    sides = {c for side in definition.sides for c in side.columns}
+    conversions = {c.task for c in definition.conversions}
+    made = conversions | {p.task for p in definition.positives}
+    own = [c for c in impression_columns(schema) if c not in sides]
+    own += [c for t in schema.task if t.name not in conversions for c in (t.mask, t.delay) if c is not None]
+    own += [t.label for t in schema.task if t.name not in made]
+    own += [c for p in definition.positives for c, _, _ in p.where]
+    own += [c for conversion in definition.conversions for c in conversion.match]
+    own += [c for side in definition.sides for c in side.on]
+    out[definition.impressions.table] += [*own, *([schema.request] if schema.request else [])]
+    for history, group in zip(definition.histories, plan.groups, strict=True):
+        out[history.table] += [*feature_columns(group, history).values(), *(c for c, _, _ in history.where)]
+    for conversion in definition.conversions:
+        out[conversion.table] += [*conversion.match, *(c for c, _, _ in conversion.where)]
+    for side in definition.sides:
+        out[side.table] += [*side.on, *side.columns]
+    for name, columns in out.items():
+        for column in columns:
+            if column.startswith("gem_"):
+                raise RequestError(f"column {column!r} of table {name!r}", "names that begin with gem_ are taken", "Rename the column.")
+    return out
+
+
+def check_types(plan: Plan, staged: dict[str, Staged]) -> None:
+    """Columns that are compared across tables have one type; SQL would convert, or fail in its own words."""
+    definition = plan.definition
+    main = definition.impressions.table
+    pairs = [(history.table, "gem_user") for history in definition.histories]
+    pairs += [(conversion.table, "gem_user") for conversion in definition.conversions]
+    pairs += [(c.table, column) for c in definition.conversions for column in c.match]
+    pairs += [(side.table, column) for side in definition.sides for column in side.on]
+    for table, column in pairs:
+        mine, theirs = (staged[name].schema.field(column).type for name in (main, table))
+        if mine != theirs:
+            what = "user" if column == "gem_user" else column
+            so = f"it is {mine} in table {main!r} and {theirs} in {table!r}"
+            raise RequestError(f"column {what!r}", so, "Give both one type, for text files by `scan.types`.")
+
+
+def check_splits(engine: Engine) -> None:
+    """RequestError where a split has no row."""
+    counts = dict.fromkeys(SPLITS, 0) | dict(engine.rows("SELECT gem_split, COUNT(*) FROM kept GROUP BY gem_split"))
+    for split, rows in counts.items():
+        if not rows:
+            so = f"it has no row; rows are {counts}"
+            raise RequestError(f"split {split!r}", so, "Check [split] in the definition, and that users, times and labels are filled in.")
+
+
+def _run(engine: Engine, plan: Plan, staged: dict[str, Staged], folder: Path, work: Path, report: Report) -> dict[str, Any]:
+    report("labels")
+    label_rows(engine, plan)
+    report("splits")
+    moment = place_rows(engine, plan)
+    check_splits(engine)
+    join_sides(engine, plan)
+    report("histories")
+    make_events(engine, plan)
+    count_events(engine, plan)
+    span_rows(engine, plan)
+    report("vocabularies")
+    write_vocabularies(engine, plan, folder)
+    encode = encoders(plan.schema, folder)
+    report("events")
+    logs = [write_events(engine, plan, h, encode, work) for h in range(len(plan.groups))]
+    seen: dict[str, NDArray[np.bool_]] = {}
+    summaries = {}
+    for split in SPLITS:
+        report(f"writing {split}")
+        writer = SplitWriter(folder, split, plan, encode, logs, seen)
+        for batch in engine.stream(final_rows(plan, split, impression_columns(plan.schema))):
+            writer.write(batch)
+        summaries[split] = writer.close()
+    report("counting")
+    content = summary_of(engine, plan, staged, summaries, moment)
+    warn_about(content)
+    return content | {"rows": {key: e.cardinality for key, e in encode.items()}}

@@ -1,0 +1,105 @@
+"""Raw tables of any format as Parquet files with the columns that a preparation needs, in the types that every engine reads alike."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from gem_core.spec import RequestError
+from gem_data.formats.scan import scan
+from gem_data.prepare.definition import Table
+
+PER_SECOND = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
+
+
+@dataclass(frozen=True)
+class Staged:
+    """A staged table.
+
+    Args:
+        path: Parquet file with the asked columns and ``gem_row`` (int64, place of the row in the raw files, from 0), and where the table has
+            them ``gem_user``, ``gem_time`` (int64, whole seconds) and ``gem_order`` (int64, the time in its own unit).
+        rows: rows in it, as many as were read from the raw files.
+        dropped: lines that could not be read as rows, by reason; only where ``bad_lines = "drop"`` asks for it.
+    """
+
+    path: Path
+    rows: int
+    dropped: dict[str, int]
+    schema: pa.Schema
+
+
+def stage(name: str, table: Table, columns: Sequence[str], folder: Path, to: Path) -> Staged:
+    """Read the raw files once, keep every row, and write ``to/NAME.parquet``.
+
+    Args:
+        columns: raw columns to keep besides user and time.
+        folder: the folder that paths in the definition start from.
+
+    Raises:
+        RequestError: a file or a column is missing, files of one table have columns of different types, or a time is no number.
+    """
+    wanted = list(dict.fromkeys(c for c in (*columns, table.user, table.time) if c is not None))
+    held = scan(table.files(folder), columns=wanted, **table.scan)
+    path, total = to / f"{name}.parquet", 0
+    schema = _staged(name, table, _empty(held.schema), columns, 0).schema
+    with pq.ParquetWriter(path, schema, compression="lz4") as writer:
+        for batch in held.batches():
+            writer.write_batch(_staged(name, table, batch, columns, total))
+            total += batch.num_rows
+    return Staged(path, total, dict(held.dropped), schema)
+
+
+def _empty(schema: pa.Schema) -> pa.RecordBatch:
+    return pa.RecordBatch.from_pylist([], schema=schema)
+
+
+def _staged(name: str, table: Table, batch: pa.RecordBatch, columns: Sequence[str], first: int) -> pa.RecordBatch:
+    arrays = {c: _plain(batch.column(c)) for c in dict.fromkeys(columns)}
+    arrays["gem_row"] = pa.array(np.arange(first, first + batch.num_rows))
+    if table.user is not None:
+        arrays["gem_user"] = _plain(batch.column(table.user))
+    if table.time is not None:
+        arrays["gem_time"], arrays["gem_order"] = seconds(name, batch.column(table.time), table.unit)
+    return pa.RecordBatch.from_pydict(arrays)
+
+
+def _plain(array: pa.Array) -> pa.Array:
+    """Booleans as 0 and 1, because SQL dialects differ on comparing them with numbers; half floats as floats; a column without values as integers."""
+    if pa.types.is_boolean(array.type):
+        return array.cast(pa.int8())
+    if pa.types.is_null(array.type):
+        return array.cast(pa.int64())
+    return array.cast(pa.float32()) if pa.types.is_float16(array.type) else array
+
+
+def seconds(name: str, array: pa.Array, unit: str) -> tuple[pa.Array, pa.Array]:
+    """``(gem_time, gem_order)``: whole seconds, rounded down, and the time as a whole number of its unit; NaN counts as missing.
+
+    Raises:
+        RequestError: the column is neither a number nor a timestamp.
+    """
+    if pa.types.is_timestamp(array.type):
+        unit, array = array.type.unit, array.cast(pa.int64())
+    elif pa.types.is_date(array.type):
+        unit, array = "s", array.cast(pa.timestamp("s")).cast(pa.int64())
+    elif pa.types.is_floating(array.type):
+        # Fractions of a second still order events, and a missing time is no time.
+        unit, array = "us", _from_float(array, 10**6 // PER_SECOND[unit] if unit != "ns" else 0)
+    elif not pa.types.is_integer(array.type):
+        so = f"its time column holds {array.type}"
+        raise RequestError(f"table {name!r}", so, "Give a number of seconds (or `unit`), or a timestamp column.")
+    whole = array.cast(pa.int64())
+    values = whole.fill_null(0).to_numpy(zero_copy_only=False) // PER_SECOND[unit]
+    return pa.array(values, mask=~np.asarray(pc.is_valid(whole).to_numpy(zero_copy_only=False))), whole
+
+
+def _from_float(array: pa.Array, factor: int) -> pa.Array:
+    values = array.cast(pa.float64()).fill_null(np.nan).to_numpy(zero_copy_only=False)
+    scaled = np.floor(values * factor if factor else values / 1000)
+    good = np.isfinite(scaled) & (np.abs(scaled) < 2.0**63)
+    return pa.array(np.where(good, scaled, 0).astype(np.int64), mask=~good)

@@ -1,0 +1,51 @@
+"""Filters of a definition: conditions ``[column, operator, value]`` that must all hold, turned into SQL that every engine reads alike."""
+
+from collections.abc import Iterable
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator
+
+Scalar = bool | int | float | str
+Operator = Literal["==", "!=", "<", "<=", ">", ">=", "in"]
+
+
+def _check(value: object) -> object:
+    match value:
+        case [str(), "in", list() | tuple() as options] if options and all(isinstance(o, Scalar) for o in options):
+            return (value[0], "in", tuple(options))
+        case [str(), "==" | "!=" | "<" | "<=" | ">" | ">=", bool() | int() | float() | str()]:
+            return tuple(value)
+    raise ValueError(f'{value!r} is no condition; write ["column", "==", 1] with ==, !=, <, <=, >, >=, or ["column", "in", [1, 2]]')
+
+
+Condition = Annotated[tuple[str, Operator, Scalar | tuple[Scalar, ...]], BeforeValidator(_check)]
+Where = tuple[tuple[str, Operator, Scalar | tuple[Scalar, ...]], ...]
+
+
+def quote(name: str) -> str:
+    """A column name in SQL."""
+    return '"' + name.replace('"', '""') + '"'
+
+
+def literal(value: Scalar) -> str:
+    """A value in SQL; text with quotes and backslashes is taken as it stands."""
+    if isinstance(value, bool):
+        return "TRUE" if value else "FALSE"
+    if isinstance(value, str):
+        return "'" + value.replace("'", "''") + "'"
+    return f"CAST({value!r} AS DOUBLE)" if isinstance(value, float) else str(value)
+
+
+def sql(where: Where) -> str:
+    """The conjunction; a missing value makes it unknown, as SQL does."""
+    parts = []
+    for column, operator, value in where:
+        if isinstance(value, tuple):
+            parts.append(f"{quote(column)} IN ({', '.join(literal(v) for v in value)})")
+        else:
+            parts.append(f"{quote(column)} {'=' if operator == '==' else '<>' if operator == '!=' else operator} {literal(value)}")
+    return " AND ".join(parts) or "TRUE"
+
+
+def columns(where: Where) -> Iterable[str]:
+    return (column for column, _, _ in where)
