@@ -95,3 +95,27 @@ class GeneratedOptions(Options):
         if self.items % self.categories:
             raise ValueError(f"items = {self.items} is no multiple of categories = {self.categories}")
         return self
+
+
+class FilesOptions(Options):
+    """Options of ``files``."""
+
+    path: Path = Field(description="folder with schema.toml: a prepared one, or your own files")
+    train: tuple[str, ...] = Field((), description="patterns of the training files in the folder; by default those that data.json lists")
+    test: tuple[str, ...] = Field((), description="patterns of the test files in the folder; by default those that data.json lists")
+    window: Count = Field(16_384, description="rows that each rank holds to shuffle; memory is about two windows and one row group")
+    workers: Natural = Field(2, description="threads that gather batches, beside one that reads; 0 does all in the training thread")
+    batch_tokens: Natural = Field(0, description="cost of a rank's training batch, in tokens by default; 0: batches have batch_size rows")
+    balance: Literal["none", "bbs", "lpt", "cost"] = Field(
+        "none",
+        description="bbs: sub-batches of 128 rows, heavy with light; lpt: row by row, heaviest first; cost: batch_tokens each, of any number of rows",
+    )
+    cost: tuple[Real, Real, Real] = Field(
+        (1.0, 0.0, 0.0), description="a, b, c of a row's cost: a sum L + b sum L^2 + c over the lengths L of its histories"
+    )
+
+    @model_validator(mode="after")
+    def _together(self) -> "FilesOptions":
+        if (self.balance == "cost") != (self.batch_tokens > 0) and self.balance != "none":
+            raise ValueError("balance 'cost' needs batch_tokens, the cost of a batch; 'bbs' and 'lpt' have batches of batch_size rows and take none")
+        return self

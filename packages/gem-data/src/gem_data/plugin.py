@@ -21,6 +21,12 @@ def gem_data_sources() -> Sequence[DataSource]:
             options="gem_data.options:CriteoOrcOptions",
         ),
         DataSource(
+            name="files",
+            summary="prepared folders, or your own Parquet, ORC and Arrow IPC files with a schema.toml: streamed, shuffled, balanced, resumable",
+            load="gem_data.sources.files:load",
+            options="gem_data.options:FilesOptions",
+        ),
+        DataSource(
             name="synthetic",
             summary="generated impressions with histories whose best possible AUC and NE are known",
             load="gem_data.sources.synthetic:load",

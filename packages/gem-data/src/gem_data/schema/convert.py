@@ -10,7 +10,7 @@ def to_data_schema(schema: Schema) -> DataSchema:
     if not schema.task:
         raise RequestError("schema", "it declares no task", "Declare a [[task]] with the column of its label.")
     return DataSchema(
-        ids=(*(_id(f) for f in schema.id), *(_id(f, multi=True) for f in schema.multi_id)),
+        ids=(*(_id(f) for f in schema.id), *(_id(f, multi=True, weighted=f.weights is not None) for f in schema.multi_id)),
         dense=(*(DenseFeature(name=f.name) for f in schema.number), *(DenseFeature(name=f.name, width=f.width) for f in schema.embedding)),
         sequences=tuple(
             SequenceFeature(
@@ -27,8 +27,8 @@ def to_data_schema(schema: Schema) -> DataSchema:
     )
 
 
-def _id(feature: Id, multi: bool = False) -> IdFeature:
+def _id(feature: Id, multi: bool = False, weighted: bool = False) -> IdFeature:
     if feature.rows is None:
         so = "its vocabulary is not built, so the rows of its table are not known"
         raise RequestError(f"id {feature.name!r}", so, "Run `gem data prepare`, or encode it by hash with a number of rows.")
-    return IdFeature(name=feature.name, cardinality=feature.rows, multi=multi, table=feature.table)
+    return IdFeature(name=feature.name, cardinality=feature.rows, multi=multi, table=feature.table, weighted=weighted)

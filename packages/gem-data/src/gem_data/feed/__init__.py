@@ -1,0 +1,1 @@
+"""From columnar files to batches: units of reading, epoch order, decoded parts, batching, balance, cursor."""

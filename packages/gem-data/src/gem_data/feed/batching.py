@@ -1,0 +1,93 @@
+"""Which rows make up a batch: fixed numbers of rows, a budget of tokens, or batches of balanced cost."""
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gem_data.feed.balance import CostModel, EqualCost, bbs, lpt, spread
+from gem_data.feed.part import Part
+
+log = logging.getLogger("gem_data.feed")
+
+Ints = NDArray[np.int64]
+Balance = Literal["none", "bbs", "lpt", "cost"]
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A batch to be: parts and the rows of each, and the rows of its step over all ranks (0 where other ranks' rows are not known)."""
+
+    picked: tuple[tuple[Part, Ints], ...]
+    global_rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """A loaded window: its rows in the order of training, and the sizes of its batches here and over all ranks."""
+
+    part: Part
+    order: Ints
+    sizes: tuple[int, ...]
+    globals: tuple[int, ...]
+
+
+def by_rows(windows: Iterator[Window], balance: Balance, cost: CostModel) -> Iterator[Planned]:
+    """Batches of the sizes that the windows state, of balanced cost if asked for: no row leaves its window."""
+    told = balance == "none"
+    for window in windows:
+        plain = np.split(window.order, np.cumsum(window.sizes)[:-1]) if window.sizes else []
+        batches = plain
+        if balance != "none" and len(plain) > 1:
+            costs = cost.of(window.part.tokens, window.part.pairs)[window.order]
+            of = (bbs if balance == "bbs" else lpt)(costs, window.sizes)
+            batches = [window.order[of == i] for i in range(len(window.sizes))]
+        if not told:
+            told = True
+            tell_mix(balance, cost, window.part, plain, batches)
+        for rows, together in zip(batches, window.globals, strict=True):
+            yield Planned(((window.part, rows),), together)
+
+
+def by_cost(windows: Iterator[Window], target: float, cost: CostModel, *, fill: bool) -> Iterator[Planned]:
+    """Batches that cost ``target``; rows that a window has left wait for the next one."""
+    cutter = EqualCost(target, fill=fill)
+    parts: list[Part] = []
+    which, rows, costs = np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0)
+    coming: Window | None = next(windows, None)
+    while coming is not None:
+        part, order = coming.part, coming.order
+        del coming  # only the parts that still have rows are kept while the next window is loaded
+        parts.append(part)
+        which = np.concatenate([which, np.full(order.size, len(parts) - 1)])
+        rows = np.concatenate([rows, order])
+        costs = np.concatenate([costs, cost.of(part.tokens, part.pairs)[order]])
+        coming = next(windows, None)
+        batches = cutter.cut(costs, last=coming is None)
+        for batch in batches:
+            used = np.unique(which[batch])
+            yield Planned(tuple((parts[p], rows[batch[which[batch] == p]]) for p in used.tolist()), 0)
+        if batches:
+            gone = np.concatenate(batches)
+            which, rows, costs = np.delete(which, gone), np.delete(rows, gone), np.delete(costs, gone)
+        kept, which = np.unique(which, return_inverse=True)
+        parts = [parts[p] for p in kept.tolist()]
+
+
+def tell_mix(balance: str, cost: CostModel, part: Part, plain: Sequence[Ints], batches: Sequence[Ints]) -> None:
+    """Log what balancing does to the cost, the labels and the times of the batches of a window."""
+    for name, before, after in mix(cost, part, plain, batches):
+        log.info("balance %s, first window: spread of %s over %d batches %.4g, without balancing %.4g", balance, name, len(batches), after, before)
+
+
+def mix(cost: CostModel, part: Part, plain: Sequence[Ints], batches: Sequence[Ints]) -> list[tuple[str, float, float]]:
+    """``(what, spread over plain batches, spread over balanced ones)`` of the mean cost, label rates and mean time of a batch."""
+    columns = {"cost a row": cost.of(part.tokens, part.pairs)}
+    columns |= {f"label rate {name}": c.double().numpy() for (role, name), c in part.scalars.items() if role == "label"}
+    columns |= {f"mean of {name}": c[:, 0].double().numpy() for (role, name), c in part.scalars.items() if role == "dense"}
+    if ("row", "time") in part.scalars:
+        columns["mean time (s)"] = part.scalars["row", "time"].double().numpy()
+    return [(name, spread(values, plain), spread(values, batches)) for name, values in columns.items()]

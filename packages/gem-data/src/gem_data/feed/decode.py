@@ -1,0 +1,230 @@
+"""Units decoded by their schema: Arrow columns in, a ``Part`` out, every value checked once."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from gem_core.spec import RequestError
+from gem_data.feed.arrays import as_tensor, integers, numbers, owner, seconds, spans
+from gem_data.feed.part import Lists, Part
+from gem_data.feed.units import Place
+from gem_data.ids import Encoder, hash_keys
+from gem_data.schema import Embedding, MultiId, Schema, Sequence, Task
+
+Ints = NDArray[np.int64]
+Convert = Callable[[str, pa.Array, Place, tuple[Ints, Ints]], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """The columns of a unit.
+
+    Args:
+        rows: rows of the unit.
+        own: columns with one entry a row.
+        shared: columns with one entry a request.
+        request: ``[rows]`` the entry of each row in ``shared``.
+    """
+
+    rows: int
+    own: Mapping[str, pa.Array]
+    shared: Mapping[str, pa.Array]
+    request: Ints
+
+    def spread(self, name: str) -> tuple[pa.Array, Ints | None]:
+        """A column, and the entry of each row in it (None: the row's own)."""
+        return (self.own[name], None) if name in self.own else (self.shared[name], self.request)
+
+
+class Decoder:
+    """Decodes units of one split.
+
+    Args:
+        schema: what the columns mean.
+        encoders: by batch key; their counters run.
+    """
+
+    def __init__(self, schema: Schema, encoders: Mapping[str, Encoder]) -> None:
+        self.schema, self.encoders = schema, encoders
+
+    def decode(self, columns: Columns, place: Place, first: int) -> Part:
+        """All rows of a unit whose first row is row ``first`` of the split.
+
+        Raises:
+            RequestError: a value that the schema rules out, named by file, unit and row.
+        """
+        scalars = {name: self._rowwise(columns, column, tensor) for name, column, tensor in self._scalars(columns, place)}
+        lists = {feature.name: self._multi(columns, feature, place) for feature in self.schema.multi_id}
+        lists |= {group.name: self._sequence(columns, group, place) for group in self.schema.sequence}
+        lengths = [lists[group.name].length.numpy() for group in self.schema.sequence]
+        return Part(
+            torch.arange(first, first + columns.rows),
+            scalars,
+            lists,
+            sum(lengths, np.zeros(columns.rows, np.int64)),
+            sum((length * length for length in lengths), np.zeros(columns.rows, np.int64)),
+        )
+
+    def _rowwise(self, columns: Columns, column: str, tensor: Tensor) -> Tensor:
+        return tensor if column in columns.own else tensor.index_select(0, torch.from_numpy(columns.request))
+
+    def _scalars(self, columns: Columns, place: Place) -> Iterator[tuple[tuple[str, str], str, Tensor]]:
+        """``(name in the part, column, values)`` of all columns that hold one value a row."""
+        schema = self.schema
+
+        def of(column: str) -> pa.Array:
+            return columns.spread(column)[0]
+
+        for feature in schema.id:
+            column = feature.column or feature.name
+            yield ("id", feature.name), column, as_tensor(self.encoders[feature.name].encode(of(column)))
+        for number in schema.number:
+            column = number.column or number.name
+            yield ("dense", number.name), column, numbers(number.name, of(column), place)[:, None]
+        for vector in schema.embedding:
+            column = vector.column or vector.name
+            yield ("dense", vector.name), column, _vectors(vector, of(column), place)
+        for task in schema.task:
+            for role, column, tensor in _task(task, of, place):
+                yield (role, task.name), column, tensor
+        if schema.time is not None:
+            yield ("row", "time"), schema.time, seconds(schema.time, of(schema.time), place)
+        group = schema.user or schema.request
+        if group is not None:
+            yield ("row", "group"), group, _groups(group, of(group), place)
+
+    def _multi(self, columns: Columns, feature: MultiId, place: Place) -> Lists:
+        names = {feature.name: feature.column or feature.name} | ({"weights": feature.weights} if feature.weights else {})
+        convert: dict[str, Convert] = {feature.name: self._ids(feature.name), "weights": _weights}
+        return self._lists(columns, feature.name, names, convert, place)
+
+    def _sequence(self, columns: Columns, group: Sequence, place: Place) -> Lists:
+        names = {f.name: group.column_of(f) for f in (*group.id, *group.number)}
+        convert: dict[str, Convert] = {f.name: self._ids(f"{group.name}.{f.name}") for f in group.id}
+        convert |= {f.name: numbers for f in group.number}
+        if group.time is not None and group.time_source is not None:
+            names[group.time], convert[group.time] = group.time_source, _seconds
+        lists = self._lists(columns, group.name, names, convert, place)
+        return _truncated(lists, group, place)
+
+    def _ids(self, key: str) -> Convert:
+        encoder = self.encoders[key]
+        return lambda name, array, place, rows: as_tensor(encoder.encode(array))
+
+    def _lists(self, columns: Columns, group: str, names: Mapping[str, str], convert: Mapping[str, Convert], place: Place) -> Lists:
+        """Aligned list columns, each converted once over all values that its rows own."""
+        known: tuple[str, Ints, Ints] | None = None
+        values: dict[str, Tensor] = {}
+        own = [column for column in names.values() if column in columns.own]
+        if 0 < len(own) < len(names):
+            so = f"{place.file} holds only {', '.join(own)} of them; the others stand in its file of requests"
+            raise RequestError(f"aligned columns of {group!r}", so, "Keep the columns of a group in one file.")
+        for name, column in names.items():
+            array, request = columns.spread(column)
+            begin, length, child = spans(column, array, place)
+            low = int(begin[0]) if begin.size else 0
+            high = int((begin + length).max()) if begin.size else 0
+            begin, child = begin - low, child.slice(low, max(high - low, 0))
+            if known is not None and not (np.array_equal(known[1], begin) and np.array_equal(known[2], length)):
+                begin, child = _aligned(group, known, (column, begin, length), child, place)
+            known = known or (column, begin, length)
+            values[name] = convert[name](column, child, place, (begin, length))
+        assert known is not None  # the schema refuses a group without columns
+        spread = [known[1], known[2]] if request is None else [known[1][request], known[2][request]]
+        return Lists(as_tensor(spread[0]), as_tensor(spread[1]), values)
+
+
+def _aligned(group: str, known: tuple[str, Ints, Ints], other: tuple[str, Ints, Ints], child: pa.Array, place: Place) -> tuple[Ints, pa.Array]:
+    """Values of a column whose rows are as long but lie elsewhere (around null lists), moved to where the first column's are."""
+    (first, begin, length), (second, other_begin, other_length) = known, other
+    differ = np.flatnonzero(length != other_length)
+    if differ.size:
+        row = int(differ[0])
+        so = f"{place.row(row)} has {length[row]} values of {first!r} and {other_length[row]} of {second!r}"
+        raise RequestError(f"aligned columns of {group!r}", so, "Give every column of the group one value an event.")
+    at = np.zeros(int((begin + length).max()) if begin.size else 0, np.int64)
+    within = np.arange(int(length.sum())) - np.repeat(np.cumsum(length) - length, length)
+    at[np.repeat(begin, length) + within] = np.repeat(other_begin, length) + within
+    return begin, child.take(pa.array(at))
+
+
+def _truncated(lists: Lists, group: Sequence, place: Place) -> Lists:
+    """At most ``max_length`` events a row, by the group's policy; nothing is moved."""
+    excess = (lists.length - group.max_length).clamp(min=0)
+    if not bool(excess.any()):
+        return lists
+    if group.truncate == "error":
+        row = int(excess.nonzero()[0])
+        so = f"{place.row(row)} has {int(lists.length[row])} events, max_length is {group.max_length}"
+        raise RequestError(f"sequence {group.name!r}", so, "Raise max_length, or set truncate to newest or oldest.")
+    begin = lists.begin + excess if group.truncate == "newest" else lists.begin  # the oldest event comes first
+    return Lists(begin, lists.length - excess, lists.values)
+
+
+def _vectors(feature: Embedding, array: pa.Array, place: Place) -> Tensor:
+    name = feature.column or feature.name
+    begin, length, child = spans(name, array, place)
+    wrong = np.flatnonzero(length != feature.width)
+    if wrong.size:
+        row = int(wrong[0])
+        raise RequestError(f"embedding {feature.name!r}", f"{place.row(row)} has {length[row]} values", f"Give {feature.width}, as the schema says.")
+    low = int(begin[0]) if begin.size else 0
+    if begin.size and not np.array_equal(begin, low + np.arange(begin.size) * feature.width):
+        child, low = child.take(pa.array((begin[:, None] + np.arange(feature.width)).ravel())), 0
+        begin = np.arange(begin.size) * feature.width
+    flat = numbers(name, child.slice(low, begin.size * feature.width), place, (begin - low, length))
+    return flat.view(begin.size, feature.width)
+
+
+def _task(task: Task, of: Callable[[str], pa.Array], place: Place) -> Iterator[tuple[str, str, Tensor]]:
+    """``(role, column, values)`` of a task's label, mask and weight; labels are checked where they are observed."""
+    array = of(task.label)
+    if task.mask is not None:
+        mask = of(task.mask)
+        if not (pa.types.is_boolean(mask.type) or pa.types.is_integer(mask.type)):
+            raise RequestError(f"mask {task.mask!r} of {place.file}", f"it holds {mask.type}", "Give booleans, true where the label is observed.")
+        shown = mask.cast(pa.bool_()).fill_null(False)
+        seen = torch.from_numpy(shown.to_numpy(zero_copy_only=False))
+        yield "mask", task.mask, seen
+        array = pc.if_else(shown, array, pa.scalar(0, array.type))  # a label means nothing where it is masked out
+    label = numbers(task.label, array, place)
+    wrong = ((label != 0) & (label != 1)).nonzero()
+    if wrong.numel():
+        row = int(wrong[0])
+        raise RequestError(f"label {task.label!r}", f"it is {float(label[row])} at {place.row(row)}", "Labels are 0 or 1; mask unknown ones.")
+    yield "label", task.label, label
+    if task.weight is not None:
+        yield "weight", task.weight, _not_negative(task.weight, numbers(task.weight, of(task.weight), place), place, None)
+
+
+def _weights(name: str, array: pa.Array, place: Place, rows: tuple[Ints, Ints]) -> Tensor:
+    return _not_negative(name, numbers(name, array, place, rows), place, rows)
+
+
+def _not_negative(name: str, values: Tensor, place: Place, rows: tuple[Ints, Ints] | None) -> Tensor:
+    wrong = (values < 0).nonzero()
+    if wrong.numel():
+        at = int(wrong[0])
+        row = at if rows is None else owner(at, *rows)
+        raise RequestError(f"weight {name!r}", f"it is {float(values[at])} at {place.row(row)}", "Weights are not negative.")
+    return values
+
+
+def _seconds(name: str, array: pa.Array, place: Place, rows: tuple[Ints, Ints]) -> Tensor:
+    return seconds(name, array, place)
+
+
+def _groups(name: str, array: pa.Array, place: Place) -> Tensor:
+    """Integers as they are; texts by their stable 64-bit hash."""
+    if pa.types.is_integer(array.type):
+        return integers(name, array, place)
+    text = array.dictionary_decode() if pa.types.is_dictionary(array.type) else array
+    if not (pa.types.is_string(text.type) or pa.types.is_large_string(text.type)):
+        raise RequestError(f"column {name!r} of {place.file}", f"it holds {text.type}", "Users and requests are integers or strings.")
+    return as_tensor(hash_keys(text.cast(pa.large_string()).fill_null("")).view(np.int64))

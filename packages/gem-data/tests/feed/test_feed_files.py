@@ -1,0 +1,451 @@
+"""The source ``files``: every column of every row against a plain loop, over formats, units, ranks, workers and policies; and what is refused."""
+
+import json
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from gem_core.spec import RequestError, ResumableSource, Shard
+from gem_data.feed import arrays
+from gem_data.feed.units import Place
+
+ENDINGS = ["parquet", "orc", "arrow"]
+QUICK = settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+@pytest.fixture(scope="module")
+def table(kit: ModuleType) -> pa.Table:
+    made: pa.Table = kit.make_table(150)
+    return made
+
+
+@pytest.fixture(scope="module")
+def folder(kit: ModuleType, table: pa.Table, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """150 training rows in two files of each format, 30 test rows in one."""
+    files = {}
+    for ending in ENDINGS:
+        files |= {f"train-0.{ending}": table.slice(0, 83), f"train-1.{ending}": table.slice(83), f"test.{ending}": kit.make_table(30, seed=1)}
+    made: Path = kit.write_folder(tmp_path_factory.mktemp("files"), files)
+    return made
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_every_column_of_every_row_is_what_the_file_says(kit: ModuleType, folder: Path, table: pa.Table, ending: str) -> None:
+    source = kit.open_source(folder, ending)
+    assert isinstance(source, ResumableSource)
+    assert source.rows("train") == 150
+    assert len(source.units("train")) > 3
+    seen = []
+    for seed in (None, 3):
+        batches = list(source.batches("train", batch_size=16, seed=seed))
+        for batch in batches:
+            kit.check(batch, table)
+        assert [batch.rows for batch in batches] == [16] * 9 + [6]
+        assert [batch.global_rows for batch in batches] == [16] * 9 + [6]
+        seen.append(kit.origins(batches))
+    assert seen[0] == list(range(150))
+    assert seen[1] != seen[0]
+    assert sorted(seen[1]) == seen[0]
+    assert source.ledger() == {"read": 180, "train": 150, "test": 30}
+
+
+@QUICK
+@given(
+    batch_size=st.sampled_from([1, 7, 16, 64, 1000]),
+    world=st.sampled_from([1, 2, 3, 8]),
+    window=st.sampled_from([1, 20, 64, 10_000]),
+    seed=st.none() | st.integers(0, 5),
+    epoch=st.integers(0, 2),
+)
+def test_case_F04_every_row_goes_to_one_rank_and_no_rank_has_more_batches(
+    kit: ModuleType, folder: Path, batch_size: int, world: int, window: int, seed: int | None, epoch: int
+) -> None:
+    """150 rows divide by none of the worlds but 1, 2 and 3, and by few of the batches."""
+    source = kit.open_source(folder, window=window, workers=0)
+    ranks = [list(source.batches("train", batch_size=batch_size, shard=Shard(rank=r, world=world), seed=seed, epoch=epoch)) for r in range(world)]
+    assert sorted(row for batches in ranks for row in kit.origins(batches)) == list(range(150))
+    assert {len(batches) for batches in ranks} == {-(-150 // batch_size)}
+    for step in zip(*ranks, strict=True):
+        together = sum(batch.rows for batch in step)
+        assert {batch.global_rows for batch in step} == {together}
+        assert max(batch.rows for batch in step) - min(batch.rows for batch in step) <= 1
+
+
+def test_case_H13_the_order_is_that_of_the_seed_whatever_the_number_of_workers(kit: ModuleType, folder: Path) -> None:
+    def order(workers: int, seed: int, epoch: int) -> list[int]:
+        rows: list[int] = kit.origins(kit.open_source(folder, workers=workers).batches("train", batch_size=9, seed=seed, epoch=epoch))
+        return rows
+
+    assert order(0, 1, 0) == order(1, 1, 0) == order(3, 1, 0)
+    assert order(0, 1, 0) != order(0, 1, 1)
+    assert order(0, 1, 0) != order(0, 2, 0)
+
+
+def test_shuffling_mixes_units_within_a_window_and_files_over_an_epoch(kit: ModuleType, folder: Path) -> None:
+    rows = kit.origins(kit.open_source(folder, window=64).batches("train", batch_size=8, seed=0))
+    assert len({row // 16 for row in rows[:16]}) > 1
+    steps = np.abs(np.diff(rows))
+    assert np.median(steps) > 5
+
+
+def test_reading_twice_gives_the_same_and_starting_later_skips(kit: ModuleType, folder: Path) -> None:
+    source = kit.open_source(folder)
+    whole = [kit.origins([b]) for b in source.batches("train", batch_size=16, seed=5)]
+    assert [kit.origins([b]) for b in source.batches("train", batch_size=16, seed=5, start=4)] == whole[4:]
+    assert list(source.batches("train", batch_size=16, seed=5, start=99)) == []
+
+
+def test_a_reader_that_stops_early_leaves_no_thread(kit: ModuleType, folder: Path) -> None:
+    import threading
+
+    batches = kit.open_source(folder, workers=2).batches("train", batch_size=4, seed=0)
+    next(batches)
+    assert any(t.name.startswith("gem-feed") for t in threading.enumerate())
+    batches.close()
+    assert not any(t.name.startswith("gem-feed") for t in threading.enumerate())
+
+
+def test_budgets_take_each_row_once_and_keep_to_their_target(kit: ModuleType, folder: Path, table: pa.Table) -> None:
+    lengths = np.array(
+        [min(len(a), 6) + min(len(b), 6) for a, b in zip(table["clicks.item"].to_pylist(), table["carts.item"].to_pylist(), strict=True)]
+    )
+    for balance in ("none", "cost"):
+        source = kit.open_source(folder, batch_tokens=60, balance=balance)
+        batches = list(source.batches("train", batch_size=16, seed=2))
+        for batch in batches:
+            kit.check(batch, table)
+        assert sorted(kit.origins(batches)) == list(range(150))
+        tokens = [int(lengths[batch.origin.numpy()].sum()) for batch in batches]
+        assert max(tokens) <= 60 + 6
+        assert min(tokens[:-1]) > 60 - 2 * 6
+        assert len({batch.rows for batch in batches}) > 1
+    assert max(tokens[:-1]) - min(tokens[:-1]) <= 2, "equal cost fills gaps"
+
+
+@pytest.mark.parametrize("balance", ["lpt", "bbs"])
+def test_balanced_batches_keep_their_sizes_and_rows(kit: ModuleType, folder: Path, table: pa.Table, balance: str) -> None:
+    source = kit.open_source(folder, balance=balance, window=64)
+    batches = list(source.batches("train", batch_size=16, seed=2))
+    for batch in batches:
+        kit.check(batch, table)
+    assert [b.rows for b in batches] == [16] * 9 + [6]
+    assert sorted(kit.origins(batches)) == list(range(150))
+    plain = list(kit.open_source(folder, window=64).batches("train", batch_size=16, seed=2))
+    spread = [np.std([b.ids["clicks.item"].values.numel() + b.ids["carts.item"].values.numel() for b in some[:8]]) for some in (batches, plain)]
+    if balance == "lpt":
+        assert spread[0] < spread[1] / 4
+
+
+def test_case_H16_batches_of_rows_in_order_gather_from_the_files_memory(kit: ModuleType) -> None:
+    """Offsets and values of int64 lists, whole and sliced, are the tensors: nothing is copied until a batch is gathered."""
+    column = pa.array([[1, 2], [], [3], [4, 5, 6]], pa.large_list(pa.int64())).slice(1)
+    begin, length, child = arrays.spans("x", column, Place("f", "row group", 0))
+    assert begin.tolist() == [2, 2, 3]
+    assert length.tolist() == [0, 1, 3]
+    assert begin.ctypes.data == column.buffers()[1].address + 8
+    assert arrays.integers("x", child, Place("f", "row group", 0)).data_ptr() == column.values.buffers()[1].address
+    floats = pa.array([1.0, 2.0, 3.0], pa.float32()).slice(1)
+    assert arrays.numbers("x", floats, Place("f", "row group", 0)).data_ptr() == floats.buffers()[1].address + 4
+
+
+def test_packed_ids_are_one_tensor_that_torchrec_takes_as_it_is(kit: ModuleType, folder: Path) -> None:
+    batch = next(kit.open_source(folder).batches("train", batch_size=16, seed=1))
+    ids = batch.ids
+    assert ids.starts[-1] == ids.values.numel()
+    for key in ids.keys:
+        assert ids[key].values.untyped_storage().data_ptr() == ids.values.untyped_storage().data_ptr()
+    ids.check_ids({"item": ("item", 50), "clicks.item": ("item", 50), "tags": ("tags", 20)})
+    torchrec = pytest.importorskip("torchrec", reason="torchrec is not installed")
+    jagged = torchrec.KeyedJaggedTensor(keys=list(ids.keys), values=ids.values, offsets=ids.offsets)
+    assert jagged.values().data_ptr() == ids.values.data_ptr()
+    assert torch.equal(jagged["clicks.item"].values(), ids["clicks.item"].values)
+
+
+def test_missing_ids_become_row_0_and_null_lists_are_empty(kit: ModuleType, tmp_path: Path) -> None:
+    table = kit.make_table(20)
+    items = pa.array([None if i == 3 else i for i in range(20)], pa.int32())
+    carts = pa.array([None if i % 2 else [1, 2] for i in range(20)], pa.list_(pa.int64()))
+    table = table.set_column(table.column_names.index("item"), "item", items).set_column(table.column_names.index("carts.item"), "carts.item", carts)
+    source = kit.open_source(kit.write_folder(tmp_path, {"train.parquet": table, "test.parquet": table}))
+    (batch,) = source.batches("train", batch_size=20)
+    assert batch.ids.ids("item").tolist() == [0 if i == 3 else i for i in range(20)]
+    assert batch.ids["carts.item"].lengths().tolist() == [2, 0] * 10
+
+
+def test_columns_whose_nulls_hide_values_are_still_aligned(kit: ModuleType, tmp_path: Path) -> None:
+    """Arrow keeps values under a null list: the second column has some that the first has not."""
+    table = kit.make_table(3)
+    hidden = pa.ListArray.from_arrays(pa.array([0, 2, 4, 5], pa.int32()), pa.array([1, 2, 3, 4, 1], pa.int16()), mask=pa.array([False, True, False]))
+    others = {"clicks.item": [[7, 8], [], [9]], "clicks.dwell": [[0.5, 0.25], [], [1.0]], "clicks.time": [[1, 2], None, [3]], "clicks.action": hidden}
+    for name, column in others.items():
+        at = table.column_names.index(name)
+        table = table.set_column(at, name, column if name == "clicks.action" else pa.array(column, table.schema.field(name).type))
+    kit.write_folder(tmp_path, {"train.arrow": table, "test.arrow": table})
+    (batch,) = kit.open_source(tmp_path, "arrow").batches("train", batch_size=3)
+    assert batch.ids["clicks.action"].values.tolist() == [1, 2, 1]
+    assert batch.ids["clicks.item"].values.tolist() == [7, 8, 9]
+    assert batch.ids["clicks.action"].offsets.tolist() == [0, 2, 2, 3]
+
+
+@pytest.mark.parametrize(("policy", "kept"), [("newest", [3, 4, 5]), ("oldest", [1, 2, 3]), ("error", None)])
+def test_case_B21_histories_are_cut_by_the_named_policy_or_refused(kit: ModuleType, tmp_path: Path, policy: str, kept: list[int] | None) -> None:
+    schema = f'[[sequence]]\nname="h"\nmax_length=3\ntruncate="{policy}"\n[[sequence.id]]\nname="i"\nencode="pass"\nrows=9\n'
+    schema += '[[task]]\nname="y"\nlabel="y"\n'
+    table = pa.table({"h.i": pa.array([[1], [1, 2, 3, 4, 5], []], pa.list_(pa.int64())), "y": [0, 1, 0]})
+    kit.write_folder(tmp_path, {"train.parquet": table, "test.parquet": table}, schema=schema)
+    batches = kit.open_source(tmp_path).batches("train", batch_size=3)
+    if kept is None:
+        with pytest.raises(RequestError, match=r"'h': train.parquet, row group 0, row 1 has 5 events, max_length is 3"):
+            next(batches)
+    else:
+        assert next(batches).ids["h.i"].values.tolist() == [1, *kept]
+
+
+@pytest.mark.parametrize("only", ["sequences", "rows"])
+def test_case_B22_a_schema_without_sequences_and_one_without_other_features(kit: ModuleType, tmp_path: Path, only: str) -> None:
+    task = '[[task]]\nname="y"\nlabel="y"\n'
+    sequence = '[[sequence]]\nname="h"\nmax_length=3\n[[sequence.id]]\nname="i"\nencode="pass"\nrows=9\n'
+    schema = {"sequences": sequence, "rows": '[[id]]\nname="i"\nencode="pass"\nrows=9\n'}[only] + task
+    table = pa.table({"h.i": pa.array([[1], [2, 3]], pa.list_(pa.int64())), "i": [1, 2], "y": [0, 1]})
+    kit.write_folder(tmp_path, {"train.parquet": table, "test.parquet": table}, schema=schema)
+    (batch,) = kit.open_source(tmp_path).batches("train", batch_size=2)
+    assert batch.ids.values.tolist() == ([1, 2, 3] if only == "sequences" else [1, 2])
+    assert batch.time is None
+
+
+def test_case_B25_all_empty_lists(kit: ModuleType, tmp_path: Path) -> None:
+    table = kit.make_table(4, longest=0)
+    kit.write_folder(tmp_path, {"train.parquet": table, "test.parquet": table})
+    (batch,) = kit.open_source(tmp_path).batches("train", batch_size=4, seed=0)
+    kit.check(batch, table)
+    assert batch.ids["clicks.item"].values.numel() == 0
+
+
+def test_timestamps_and_string_users(kit: ModuleType, tmp_path: Path) -> None:
+    table = kit.make_table(5)
+    times = pa.array([1_500, 2_999, -1, 0, 86_400_000], pa.int64()).cast(pa.timestamp("ms"))
+    table = table.set_column(1, "timestamp", times).set_column(0, "user_id", pa.array(["a", "b", "a", "7", "b"]).dictionary_encode())
+    kit.write_folder(tmp_path, {"train.arrow": table, "test.arrow": table})
+    (batch,) = kit.open_source(tmp_path, "arrow").batches("train", batch_size=5)
+    assert batch.time.tolist() == [1, 2, -1, 0, 86_400]
+    a, b, again, seven, other = batch.groups.tolist()
+    assert a == again
+    assert b == other
+    assert len({a, b, seven}) == 3
+
+
+# What is refused.
+
+
+def change(table: pa.Table, name: str, column: Any) -> pa.Table:
+    return table.set_column(table.column_names.index(name), name, column)
+
+
+def refused(kit: ModuleType, folder: Path, table: pa.Table, match: str, ending: str = "parquet") -> None:
+    kit.write_folder(folder, {f"train.{ending}": table, f"test.{ending}": kit.make_table(3)}, unit=4)
+    with pytest.raises(RequestError, match=match):
+        list(kit.open_source(folder, ending).batches("train", batch_size=5, seed=0))
+
+
+def damaged_lists(offsets: list[int]) -> pa.Array:
+    """Lists whose offsets were overwritten after Arrow had looked at them, as a damaged file's are."""
+    memory = np.arange(len(offsets), dtype=np.int32)
+    column = pa.ListArray.from_buffers(pa.list_(pa.int64()), len(offsets) - 1, [None, pa.py_buffer(memory)], children=[pa.array([1, 2, 3, 4, 5, 6])])
+    memory[:] = offsets
+    return column
+
+
+@pytest.mark.parametrize(
+    ("offsets", "so"),
+    [
+        ([0, 4, 2, 6, 6, 6], "offsets fall from 4 to 2 at f.arrow, record batch 0, row 1"),
+        ([0, 1, 2, 6, 6, 7], "last offset 7 but 6 values; f.arrow, record batch 0, row 4 runs past"),
+        ([-1, 1, 2, 3, 4, 6], "the first offset is -1 at f.arrow, record batch 0, row 0"),
+    ],
+)
+def test_case_B10_and_B11_damaged_offsets_are_named_by_file_unit_and_row(offsets: list[int], so: str) -> None:
+    with pytest.raises(RequestError, match=so):
+        arrays.spans("m", damaged_lists(offsets), Place("f.arrow", "record batch", 0))
+
+
+def test_case_B10_a_file_with_falling_offsets_gives_no_batch(kit: ModuleType, tmp_path: Path) -> None:
+    schema = '[[multi_id]]\nname="m"\nencode="pass"\nrows=9\n[[task]]\nname="y"\nlabel="y"\n'
+    (tmp_path / "schema.toml").write_text(schema)
+    for name, offsets in (("train", [0, 4, 2, 6]), ("test", [0, 2, 4, 6])):
+        content = pa.table({"m": damaged_lists(offsets), "y": [0, 1, 0]})
+        with pa.OSFile(str(tmp_path / f"{name}.arrow"), "wb") as sink, pa.ipc.new_file(sink, content.schema) as writer:
+            writer.write_batch(content.to_batches()[0])
+    with pytest.raises(RequestError, match=r"offsets fall from 4 to 2 at train.arrow, record batch 0, row 1"):
+        list(kit.open_source(tmp_path, "arrow").batches("train", batch_size=5))
+    assert kit.origins(kit.open_source(tmp_path, "arrow").batches("test", batch_size=5)) == [0, 1, 2]
+
+
+def test_case_B13_columns_of_a_group_with_other_lengths_are_refused(kit: ModuleType, tmp_path: Path) -> None:
+    table = kit.make_table(10)
+    actions = table["clicks.action"].to_pylist()
+    actions[6] = [*actions[6], 1]
+    so = rf"'clicks': train.parquet, row group 1, row 2 has {len(actions[6]) - 1} values of 'clicks.item' and {len(actions[6])} of 'clicks.action'"
+    refused(kit, tmp_path, change(table, "clicks.action", pa.array(actions, pa.list_(pa.int16()))), so)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "so"),
+    [
+        ("price", None, r"number 'price': it is nan at train.parquet, row group 1, row 1"),
+        ("price", float("inf"), r"number 'price': it is inf at train.parquet, row group 1, row 1"),
+        ("click", 2, r"label 'click': it is 2.0 at train.parquet, row group 1, row 1"),
+        ("click", None, r"number 'click': it is nan at train.parquet, row group 1, row 1"),
+        ("click_weight", -1.0, r"weight 'click_weight': it is -1.0 at train.parquet, row group 1, row 1"),
+        ("timestamp", None, r"column 'timestamp': its value 1 is missing in train.parquet, row group 1"),
+        ("picture", [1.0], r"embedding 'picture': train.parquet, row group 1, row 1 has 1 values"),
+        ("picture", [1.0, None, 2.0], r"number 'picture': it is nan at train.parquet, row group 1, row 1"),
+    ],
+)
+def test_bad_values_are_named_by_file_unit_and_row(kit: ModuleType, tmp_path: Path, name: str, value: Any, so: str) -> None:
+    table = kit.make_table(10)
+    values = table[name].to_pylist()
+    values[5] = value
+    refused(kit, tmp_path, change(table, name, pa.array(values, table.schema.field(name).type)), so)
+
+
+def test_negative_id_weights_and_missing_event_numbers_are_named(kit: ModuleType, tmp_path: Path) -> None:
+    table = kit.make_table(10)
+    for name, bad, so in (
+        ("tag_weights", -1.0, "weight 'tag_weights': it is -1.0 at "),
+        ("clicks.dwell", None, "number 'clicks.dwell': it is nan at "),
+    ):
+        values = table[name].to_pylist()
+        row = next(i for i, entry in enumerate(values) if len(entry) > 1)
+        values[row][1] = bad
+        where = f"train.parquet, row group {row // 4}, row {row % 4}"
+        refused(kit, tmp_path / name, change(table, name, pa.array(values, table.schema.field(name).type)), so + where)
+
+
+@pytest.mark.parametrize(
+    ("name", "column", "so"),
+    [
+        ("price", pa.array(["x"] * 3), r"number 'price' of train.parquet: it holds string"),
+        ("tags", pa.array([1, 2, 3]), r"column 'tags' of train.parquet: it holds int64. Give a list column"),
+        ("timestamp", pa.array([0.5] * 3), r"column 'timestamp' of train.parquet: it holds double"),
+        ("user_id", pa.array([0.5] * 3), r"column 'user_id' of train.parquet: it holds double"),
+        ("buy_known", pa.array(["yes"] * 3), r"mask 'buy_known' of train.parquet: it holds string"),
+    ],
+)
+def test_columns_of_wrong_types_are_refused(kit: ModuleType, tmp_path: Path, name: str, column: pa.Array, so: str) -> None:
+    refused(kit, tmp_path, change(kit.make_table(3), name, column), so)
+
+
+def test_files_and_columns_are_checked_before_any_row_is_read(kit: ModuleType, tmp_path: Path) -> None:
+    table = kit.make_table(6)
+    kit.write_folder(tmp_path, {"train.parquet": table.drop_columns(["price", "click"]), "test.parquet": table})
+    with pytest.raises(RequestError, match=r"train.parquet: it lacks price, click; it has buy, "):
+        kit.open_source(tmp_path)
+    with pytest.raises(RequestError, match=r"matches no file"):
+        kit.open_source(tmp_path, "orc")
+    with pytest.raises(RequestError, match=r"no data.json lists its files"):
+        kit.open_source(tmp_path, train=())
+    (tmp_path / "train.csv").write_text("a,b\n1,2\n")
+    with pytest.raises(RequestError, match=r"Convert it first: gem data convert"):
+        kit.open_source(tmp_path, train=("*.csv",))
+    (tmp_path / "broken.parquet").write_bytes(b"PAR1 and no more")
+    with pytest.raises(RequestError, match=r"broken.parquet: it cannot be opened"):
+        kit.open_source(tmp_path, train=("broken.parquet",))
+
+
+def test_a_damaged_row_group_is_named(kit: ModuleType, tmp_path: Path) -> None:
+    table = kit.make_table(64)
+    kit.write_folder(tmp_path, {"train.parquet": table, "test.parquet": table})
+    content = bytearray((tmp_path / "train.parquet").read_bytes())
+    content[200:2000] = bytes(1800)
+    (tmp_path / "train.parquet").write_bytes(content)
+    with pytest.raises(RequestError, match=r"train.parquet: row group 0 cannot be read"):
+        list(kit.open_source(tmp_path).batches("train", batch_size=8))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "so"),
+    [
+        ({"batch_size": 0}, "batch_size is 0"),
+        ({"shard": Shard(rank=2, world=2)}, "rank 2 of 2"),
+        ({"epoch": -1}, "epoch is -1"),
+        ({"start": -1}, "start is -1"),
+        ({"seed": -1}, "seed is -1"),
+    ],
+)
+def test_wrong_requests_are_refused_by_the_call(kit: ModuleType, folder: Path, wrong: dict[str, Any], so: str) -> None:
+    with pytest.raises(RequestError, match=so):
+        kit.open_source(folder).batches("train", **{"batch_size": 4, **wrong})
+    with pytest.raises(RequestError, match="'valid'"):
+        kit.open_source(folder).batches("valid", batch_size=4)
+
+
+# Prepared folders.
+
+
+def prepared(kit: ModuleType, folder: Path, promised: int = 60) -> pa.Table:
+    """A folder with data.json whose training rows, 60 in two parts, share histories by request. Returns the rows as if they did not."""
+    whole = kit.make_table(20, seed=4)
+    histories = [name for name in whole.column_names if name.startswith(("clicks.", "carts."))]
+    rows = kit.make_table(60, seed=5).drop_columns(histories)
+    request = np.sort(np.random.default_rng(0).integers(0, 20, 60))
+    expanded = rows
+    for name in histories:
+        expanded = expanded.append_column(name, whole[name].take(pa.array(request)))
+    for part, (a, b) in enumerate([(0, 37), (37, 60)]):
+        low = int(request[a])
+        own = rows.slice(a, b - a).append_column("request_row", pa.array(request[a:b] - low))
+        kit.write(own, folder / f"train/part-0000{part}.parquet", 8)
+        kit.write(whole.select(histories).slice(low), folder / f"train/part-0000{part}.requests.parquet", 3)
+    kit.write(kit.make_table(10), folder / "test/part-00000.parquet", 8)
+    (folder / "schema.toml").write_text(kit.SCHEMA)
+    train = [{"file": f"train/part-0000{part}.parquet", "rows": rows} for part, rows in enumerate((37, promised - 37))]
+    splits = {"train": train, "test": [{"file": "test/part-00000.parquet", "rows": 10}]}
+    (folder / "data.json").write_text(json.dumps({"format": 1, "splits": splits}))
+    return expanded
+
+
+@pytest.mark.parametrize("seed", [None, 7])
+def test_a_prepared_folder_whose_rows_share_histories_by_request(kit: ModuleType, tmp_path: Path, seed: int | None) -> None:
+    expanded = prepared(kit, tmp_path)
+    source = kit.open_source(tmp_path, train=(), test=())
+    batches = list(source.batches("train", batch_size=7, seed=seed))
+    for batch in batches:
+        kit.check(batch, expanded)
+    assert sorted(kit.origins(batches)) == list(range(60))
+    assert source.rows("test") == 10
+
+
+def test_a_prepared_folder_that_was_changed_is_refused(kit: ModuleType, tmp_path: Path) -> None:
+    prepared(kit, tmp_path, promised=61)
+    with pytest.raises(RequestError, match=r"part-00001.parquet: it has 23 rows, data.json says 24"):
+        kit.open_source(tmp_path, train=(), test=())
+    (tmp_path / "data.json").write_text('{"format": 2}')
+    with pytest.raises(RequestError, match="its format is not 1"):
+        kit.open_source(tmp_path, train=(), test=())
+    (tmp_path / "data.json").write_text("{")
+    with pytest.raises(RequestError, match="it is no JSON"):
+        kit.open_source(tmp_path, train=(), test=())
+
+
+def test_rows_that_name_no_request_are_refused(kit: ModuleType, tmp_path: Path) -> None:
+    prepared(kit, tmp_path)
+    path = tmp_path / "train/part-00001.parquet"
+    table = pa.parquet.read_table(path)
+    kit.write(change(table, "request_row", pa.array([*([0] * 22), 99])), path, 8)
+    with pytest.raises(RequestError, match=r"part-00001.parquet, row group 2, row 6 names request 99; part-00001.requests.parquet has"):
+        list(kit.open_source(tmp_path, train=(), test=()).batches("train", batch_size=7))
+
+
+def test_options_that_contradict_each_other_are_refused(kit: ModuleType, folder: Path) -> None:
+    for wrong in ({"balance": "cost"}, {"balance": "lpt", "batch_tokens": 9}, {"window": 0}, {"cost": (1.0, 0.0)}):
+        with pytest.raises(ValueError, match="validation error"):
+            kit.open_source(folder, **wrong)
+    with pytest.raises(RequestError, match="cost model"):
+        kit.open_source(folder, cost=(0.0, 0.0, 0.0))
