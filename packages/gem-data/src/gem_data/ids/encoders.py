@@ -52,9 +52,10 @@ class _Counting:
         self.missing = 0
 
     def encode(self, values: pa.Array | pa.ChunkedArray) -> Rows:
-        parts = [self._part(chunk) for chunk in chunks(self.name, values)]
+        plain = list(chunks(self.name, values))
+        parts = [self._part(chunk) for chunk in plain]
         rows = np.concatenate([rows for rows, _ in parts]) if parts else np.zeros(0, np.int64)
-        self.missing += values.null_count
+        self.missing += sum(chunk.null_count for chunk in plain)
         self.unknown += sum(unknown for _, unknown in parts)
         return rows
 

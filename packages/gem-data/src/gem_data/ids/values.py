@@ -25,7 +25,9 @@ def chunks(name: str, values: pa.Array | pa.ChunkedArray) -> Iterator[pa.Array]:
                 else "Give integers or strings; a float cannot hold ids."
             )
             raise RequestError(f"ids of {name!r}", f"they are {kind}", do)
-        if pa.types.is_dictionary(chunk.type):
+        if pa.types.is_dictionary(chunk.type) and chunk.dictionary.null_count:
+            yield widen(chunk.dictionary_decode())  # the null among its values would not count as missing
+        elif pa.types.is_dictionary(chunk.type):
             yield pa.DictionaryArray.from_arrays(chunk.indices, widen(chunk.dictionary))
         else:
             yield widen(chunk)
@@ -49,12 +51,7 @@ def widen(array: pa.Array) -> pa.Array:
 def distinct(array: pa.Array) -> tuple[pa.Array, NDArray[np.int64]]:
     """``(values, index)``: the different values, and for each entry the place of its value, -1 where it is missing."""
     coded = array if pa.types.is_dictionary(array.type) else array.dictionary_encode()
-    index = coded.indices.cast(pa.int64())
-    if coded.dictionary.null_count:  # a null may also stand in the dictionary itself
-        empty = pc.is_null(coded.dictionary).to_numpy(zero_copy_only=False)
-        places = pc.fill_null(index, -1).to_numpy(zero_copy_only=False)
-        return coded.dictionary.fill_null("" if is_text(coded.dictionary.type) else 0), np.where((places >= 0) & empty[places], -1, places)
-    return coded.dictionary, pc.fill_null(index, -1).to_numpy(zero_copy_only=False)
+    return coded.dictionary, pc.fill_null(coded.indices.cast(pa.int64()), -1).to_numpy(zero_copy_only=False)
 
 
 def as_bits(integers: pa.Array) -> NDArray[np.uint64]:
