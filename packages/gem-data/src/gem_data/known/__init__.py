@@ -1,0 +1,1 @@
+"""Public data sets by name, read from their raw files as their publishers hand them out."""
