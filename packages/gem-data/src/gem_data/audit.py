@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 
 from gem_core.spec import RequestError, RunFailed
 from gem_data.prepare.leakage import check_leakage
-from gem_data.prepare.output import REQUEST_ROW, TIME, USER
+from gem_data.prepare.output import REQUEST_ROW
 from gem_data.prepare.writer import count_labels
 from gem_data.schema import Schema, read_schema
 
@@ -109,7 +109,8 @@ def _part(
             yield f"{part['file']} lacks the columns {', '.join(missing)}"
             return
         for batch in file.iter_batches(16_384):
-            users.update(pc.unique(batch.column(USER)).to_pylist())
+            if schema.user is not None:
+                users.update(pc.unique(batch.column(schema.user)).to_pylist())
             for name, (observed, positive) in count_labels(schema, {name: batch.column(name) for name in batch.schema.names}).items():
                 labels[name]["observed"] += observed
                 labels[name]["positive"] += positive
@@ -119,8 +120,8 @@ def _part(
                 if ((np.diff(rows, prepend=request) < 0) | (np.diff(rows, prepend=request) > 1)).any():
                     yield f"{part['file']}: {REQUEST_ROW} does not count requests up"
                 request = int(rows[-1])
-            else:
-                times = batch.column(TIME).to_numpy()
+            elif schema.time is not None:
+                times = batch.column(schema.time).to_numpy()
                 if (np.diff(times, prepend=times[0] if last is None else last) < 0).any():
                     yield f"{part['file']} is not in the order of time"
                 last = int(times[-1])

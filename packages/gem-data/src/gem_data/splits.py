@@ -91,11 +91,15 @@ def test_condition(split: Split) -> str:
             return hash_below(f"concat('{seed}:', CAST(gem_{by} AS STRING))", share)
 
 
-class OneClassSplit(UserWarning):
+class SplitWarning(UserWarning):
+    """Figures on a split mean little."""
+
+
+class OneClassSplit(SplitWarning):
     """A split has labels of one class only, so that AUC and NE are undefined on it."""
 
 
-class ColdSplit(UserWarning):
+class ColdSplit(SplitWarning):
     """More than half of the test rows have a user, or an id, that no training row has."""
 
 
@@ -109,5 +113,5 @@ def warn_about(data: Mapping[str, Any]) -> None:
     rows = data["ledger"]["test"]
     for what, cold in data["cold"].items():
         if 2 * cold > rows:
-            text = f"{cold} of {rows} test rows have a {what} that no training row has; the test measures cold starts"
+            text = f"{cold} of {rows} test rows have a {what.lstrip('_')} that no training row has; the test measures cold starts"
             warnings.warn(text, ColdSplit, stacklevel=3)

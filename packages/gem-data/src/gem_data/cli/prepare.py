@@ -1,5 +1,7 @@
 """``gem data prepare`` and ``gem data audit``."""
 
+import sys
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,6 +12,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from rich.table import Table
 
 from gem_core.spec import RequestError
+from gem_data.splits import SplitWarning
 
 UNITS = {"MB": 10**6, "GB": 10**9, "MiB": 2**20, "GiB": 2**30}
 
@@ -26,9 +29,15 @@ def prepare_command(
     limit = parse_memory(memory)
     console = Console(stderr=True)
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+    with (
+        warnings.catch_warnings(record=True) as caught,
+        Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress,
+    ):
+        warnings.simplefilter("always", SplitWarning)
         task = progress.add_task("starting", total=None)
         data = prepare(definition, out, engine=engine, memory=limit, report=lambda step: progress.update(task, description=step))
+    for warning in caught:
+        print(f"warning: {warning.message}", file=sys.stderr)
     print_account(data)
     print(f"prepared: {out}")
 

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from gem_core.spec import RequestError
 from gem_data.prepare.where import Condition, Where
 from gem_data.schema import Schema, read_schema
-from gem_data.splits import Split, TimeSplit
+from gem_data.splits import HashSplit, LeaveLastSplit, Split, TimeSplit, UserFractionSplit
 
 Name = Annotated[str, Field(min_length=1, pattern=r"^[A-Za-z0-9_\-]+$")]
 Seconds = Annotated[int, Field(strict=True, ge=0)]
@@ -25,8 +25,8 @@ class Table(Strict):
 
     Args:
         path: file or files, or addresses that fsspec knows; patterns with ``*``; relative paths start from the definition's folder.
-        user: column of the user; impressions and events need it.
-        time: column of the time: integers, floats or timestamps.
+        user: column of the user; histories, delayed labels and splits by user need it.
+        time: column of the time: integers, floats or timestamps. Without it rows count as being in the order of time.
         unit: of a number in that column. Times are compared in whole seconds, rounded down; finer digits order events within a second.
         scan: further arguments of ``gem_data.formats.scan``, such as ``separator`` or ``encoding``.
     """
@@ -138,18 +138,29 @@ class Definition(Strict):
     sampling: Sampling | None = None
 
     @model_validator(mode="after")
-    def _tables_exist(self) -> "Definition":
+    def _tables_fit(self) -> "Definition":
         parts: list[Impressions | History | Conversion | Side] = [self.impressions, *self.histories, *self.conversions, *self.sides]
         for part in parts:
             if part.table not in self.tables:
                 raise ValueError(f"table {part.table!r} is not among the [tables]: {', '.join(self.tables)}")
-            table = self.tables[part.table]
-            timed = not isinstance(part, Side) or part.as_of
-            if timed and table.time is None:
-                raise ValueError(f"table {part.table!r} gives no `time` column, but {type(part).__name__.lower()} needs one")
-            if not isinstance(part, Side) and table.user is None:
-                raise ValueError(f"table {part.table!r} gives no `user` column, but {type(part).__name__.lower()} needs one")
+            for column in self._needs(part):
+                if getattr(self.tables[part.table], column) is None:
+                    raise ValueError(f"table {part.table!r} gives no `{column}` column, but {type(part).__name__.lower()} needs one")
+        unused = sorted(set(self.tables) - {part.table for part in parts})
+        if unused:
+            raise ValueError(f"table {unused[0]!r} is used by nothing")
         return self
+
+    def _needs(self, part: Impressions | History | Conversion | Side) -> list[str]:
+        """Columns without which a part means nothing."""
+        if isinstance(part, Side):
+            return ["time"] if part.as_of else []
+        if isinstance(part, History | Conversion) or self.histories or self.conversions:
+            return ["user", "time"]
+        split, moment = self.split, isinstance(self.split, TimeSplit) and self.split.test_from is not None
+        by_user = isinstance(split, UserFractionSplit | LeaveLastSplit) or (isinstance(split, HashSplit) and split.by == "user")
+        timed = moment or any(side.as_of for side in self.sides)
+        return [*(["user"] if by_user else []), *(["time"] if timed else [])]
 
 
 def read_definition(path: Path) -> tuple[Definition, Schema]:

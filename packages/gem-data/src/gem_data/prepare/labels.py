@@ -33,7 +33,9 @@ def label_rows(engine: Engine, plan: Plan) -> None:
 
 def invalid(plan: Plan) -> dict[str, str]:
     """``{reason: condition}`` of impressions that cannot be trained on; the first that holds is the reason."""
-    out = {"no user": "r.gem_user IS NULL", "no time": "r.gem_time IS NULL"}
+    out = {"no time": "r.gem_time IS NULL"}
+    if plan.table.user is not None:
+        out = {"no user": "r.gem_user IS NULL", **out}
     if plan.shared:
         out["no request"] = f"r.{quote(plan.schema.request or '')} IS NULL"
     return out

@@ -11,13 +11,14 @@ from gem_core.spec import RequestError
 from gem_data.ids import Encoder, hash_keys
 from gem_data.prepare.definition import Definition
 from gem_data.prepare.events import floats
+from gem_data.prepare.plan import Plan
 from gem_data.schema import Embedding, Id, MultiId, Number, Schema, Sequence, Task
 
 AnyId = TypeVar("AnyId", Id, MultiId)
 USER, REQUEST, TIME, REQUEST_ROW = "_user", "_request", "_time", "request_row"
 
 
-def prepared_schema(schema: Schema, definition: Definition, rows: dict[str, int]) -> Schema:
+def prepared_schema(plan: Plan, rows: dict[str, int]) -> Schema:
     """The schema of the prepared files: columns called as the features, ids encoded.
 
     Args:
@@ -26,10 +27,11 @@ def prepared_schema(schema: Schema, definition: Definition, rows: dict[str, int]
     Raises:
         RequestError: two columns of the files would have one name.
     """
+    schema = plan.schema
     made = Schema(
-        user=USER,
+        user=USER if plan.table.user else None,
         request=REQUEST if schema.request else None,
-        time=TIME,
+        time=TIME if plan.table.time else None,
         id=tuple(_passed(f, rows[f.name]) for f in schema.id),
         multi_id=tuple(_passed(f, rows[f.name]) for f in schema.multi_id),
         number=tuple(Number(name=f.name) for f in schema.number),
@@ -51,7 +53,7 @@ def prepared_schema(schema: Schema, definition: Definition, rows: dict[str, int]
                 label=f"label.{t.name}",
                 mask=f"mask.{t.name}",
                 weight=f"weight.{t.name}" if t.weight else None,
-                delay=f"delay.{t.name}" if delayed(t, definition) else None,
+                delay=f"delay.{t.name}" if delayed(t, plan.definition) else None,
                 condition=t.condition,
                 loss_weight=t.loss_weight,
             )
@@ -88,18 +90,21 @@ def delayed(task: Task, definition: Definition) -> bool:
     return task.delay is not None or task.name in {c.task for c in definition.conversions}
 
 
-def row_columns(schema: Schema, definition: Definition, encode: dict[str, Encoder], batch: pa.RecordBatch) -> Iterator[tuple[str, pa.Array]]:
+def row_columns(plan: Plan, encode: dict[str, Encoder], batch: pa.RecordBatch) -> Iterator[tuple[str, pa.Array]]:
     """``(name, values)`` of everything in a prepared row but its histories, from a batch of ``final_rows``."""
-    yield USER, whole_numbers(batch.column("gem_user"))
+    schema = plan.schema
+    if plan.table.user:
+        yield USER, whole_numbers(batch.column("gem_user"))
     if schema.request:
         yield REQUEST, whole_numbers(batch.column("gem_request"))
-    yield TIME, batch.column("gem_time")
+    if plan.table.time:
+        yield TIME, batch.column("gem_time")
     for k, task in enumerate(schema.task):
         yield f"label.{task.name}", batch.column(f"gem_label_{k}").cast(pa.int8())
         yield f"mask.{task.name}", batch.column(f"gem_mask_{k}").cast(pa.bool_())
         if task.weight is not None:
             yield f"weight.{task.name}", _weights(task, batch.column(task.weight))
-        if delayed(task, definition):
+        if delayed(task, plan.definition):
             yield f"delay.{task.name}", batch.column(f"gem_delay_{k}").cast(pa.int64())
     for one in schema.id:
         yield one.name, pa.array(encode[one.name].encode(batch.column(one.column or one.name)))

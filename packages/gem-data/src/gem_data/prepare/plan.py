@@ -11,7 +11,7 @@ Tables come one from the other:
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gem_data.prepare.definition import Conversion, Definition, History
+from gem_data.prepare.definition import Conversion, Definition, History, Table
 from gem_data.prepare.where import quote, sql
 from gem_data.schema import Schema
 from gem_data.schema import Sequence as Group
@@ -34,6 +34,11 @@ class Plan:
     @property
     def impressions(self) -> str:
         return raw(self.definition.impressions.table)
+
+    @property
+    def table(self) -> Table:
+        """The table of the impressions."""
+        return self.definition.tables[self.definition.impressions.table]
 
     @property
     def groups(self) -> list[Group]:

@@ -9,14 +9,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import duckdb
 import numpy as np
 from numpy.typing import NDArray
 
-from gem_core.spec import RequestError
+from gem_core.spec import MachineError, RequestError
 from gem_data.ids import encoders
+from gem_data.prepare.columns import check_types, needed
 from gem_data.prepare.definition import read_definition
 from gem_data.prepare.engine import DuckEngine, Engine
-from gem_data.prepare.events import feature_columns, write_events
+from gem_data.prepare.events import write_events
 from gem_data.prepare.histories import count_events, make_events, span_rows
 from gem_data.prepare.labels import label_rows
 from gem_data.prepare.leakage import check_leakage
@@ -52,6 +54,7 @@ def prepare(
     Raises:
         RequestError: the definition, the schema or the data are not as they have to be, or ``out`` exists.
         RunFailed: the leakage check found an event that is not before its impression.
+        MachineError: the memory does not suffice, or the engine is not installed.
     """
     definition, schema = read_definition(definition_file)
     if out.exists():
@@ -67,12 +70,16 @@ def prepare(
             for name, table in staged.items():
                 running.register(raw(name), table.path)
             content = _run(running, plan, staged, folder, work, report)
+        except duckdb.OutOfMemoryException as error:
+            raise MachineError(
+                f"memory of {memory:,} bytes", f"it does not suffice ({str(error).splitlines()[0]})", "Give more with --memory."
+            ) from error
         finally:
             running.close()
         shutil.rmtree(work)
         report("checking for leakage")
         lags = {h.name: h.lag for h in definition.histories}
-        written = prepared_schema(schema, definition, content.pop("rows"))
+        written = prepared_schema(plan, content.pop("rows"))
         content["leakage"] = check_leakage(folder, written, content["splits"], lags)
         write_schema(written, folder / "schema.toml")
         (folder / "data.json").write_text(json.dumps(content, indent=1))
@@ -112,49 +119,6 @@ def make_engine(name: str, work: Path, memory: int) -> Engine:
 
         return SparkEngine(work)
     raise RequestError(f"engine {name!r}", "the engines are duckdb and spark", "Name one of them.")
-
-
-def needed(plan: Plan) -> dict[str, list[str]]:
-    """``{table: raw columns}`` that the preparation reads."""
-    definition, schema = plan.definition, plan.schema
-    out: dict[str, list[str]] = {name: [] for name in definition.tables}
-    sides = {c for side in definition.sides for c in side.columns}
-    conversions = {c.task for c in definition.conversions}
-    made = conversions | {p.task for p in definition.positives}
-    own = [c for c in impression_columns(schema) if c not in sides]
-    own += [c for t in schema.task if t.name not in conversions for c in (t.mask, t.delay) if c is not None]
-    own += [t.label for t in schema.task if t.name not in made]
-    own += [c for p in definition.positives for c, _, _ in p.where]
-    own += [c for conversion in definition.conversions for c in conversion.match]
-    own += [c for side in definition.sides for c in side.on]
-    out[definition.impressions.table] += [*own, *([schema.request] if schema.request else [])]
-    for history, group in zip(definition.histories, plan.groups, strict=True):
-        out[history.table] += [*feature_columns(group, history).values(), *(c for c, _, _ in history.where)]
-    for conversion in definition.conversions:
-        out[conversion.table] += [*conversion.match, *(c for c, _, _ in conversion.where)]
-    for side in definition.sides:
-        out[side.table] += [*side.on, *side.columns]
-    for name, columns in out.items():
-        for column in columns:
-            if column.startswith("gem_"):
-                raise RequestError(f"column {column!r} of table {name!r}", "names that begin with gem_ are taken", "Rename the column.")
-    return out
-
-
-def check_types(plan: Plan, staged: dict[str, Staged]) -> None:
-    """Columns that are compared across tables have one type; SQL would convert, or fail in its own words."""
-    definition = plan.definition
-    main = definition.impressions.table
-    pairs = [(history.table, "gem_user") for history in definition.histories]
-    pairs += [(conversion.table, "gem_user") for conversion in definition.conversions]
-    pairs += [(c.table, column) for c in definition.conversions for column in c.match]
-    pairs += [(side.table, column) for side in definition.sides for column in side.on]
-    for table, column in pairs:
-        mine, theirs = (staged[name].schema.field(column).type for name in (main, table))
-        if mine != theirs:
-            what = "user" if column == "gem_user" else column
-            so = f"it is {mine} in table {main!r} and {theirs} in {table!r}"
-            raise RequestError(f"column {what!r}", so, "Give both one type, for text files by `scan.types`.")
 
 
 def check_splits(engine: Engine) -> None:

@@ -21,8 +21,9 @@ class Staged:
     """A staged table.
 
     Args:
-        path: Parquet file with the asked columns and ``gem_row`` (int64, place of the row in the raw files, from 0), and where the table has
-            them ``gem_user``, ``gem_time`` (int64, whole seconds) and ``gem_order`` (int64, the time in its own unit).
+        path: Parquet file with the asked columns, ``gem_row`` (int64, place of the row in the raw files, from 0), ``gem_user``, ``gem_time``
+            (int64, whole seconds) and ``gem_order`` (int64, the time in its own unit). Without a user column users are missing, without a time
+            column rows stand for times.
         rows: rows in it, as many as were read from the raw files.
         dropped: lines that could not be read as rows, by reason; only where ``bad_lines = "drop"`` asks for it.
     """
@@ -61,11 +62,19 @@ def _empty(schema: pa.Schema) -> pa.RecordBatch:
 def _staged(name: str, table: Table, batch: pa.RecordBatch, columns: Sequence[str], first: int) -> pa.RecordBatch:
     arrays = {c: _plain(batch.column(c)) for c in dict.fromkeys(columns)}
     arrays["gem_row"] = pa.array(np.arange(first, first + batch.num_rows))
-    if table.user is not None:
-        arrays["gem_user"] = _plain(batch.column(table.user))
-    if table.time is not None:
+    arrays["gem_user"] = pa.nulls(batch.num_rows, pa.int64()) if table.user is None else _user(name, batch.column(table.user))
+    if table.time is None:
+        arrays["gem_time"] = arrays["gem_order"] = arrays["gem_row"]
+    else:
         arrays["gem_time"], arrays["gem_order"] = seconds(name, batch.column(table.time), table.unit)
     return pa.RecordBatch.from_pydict(arrays)
+
+
+def _user(name: str, array: pa.Array) -> pa.Array:
+    users = _plain(array)
+    if not (pa.types.is_integer(users.type) or pa.types.is_string(users.type) or pa.types.is_large_string(users.type)):
+        raise RequestError(f"table {name!r}", f"its user column holds {users.type}", "Give integers or strings, for text files by `scan.types`.")
+    return users
 
 
 def _plain(array: pa.Array) -> pa.Array:

@@ -4,6 +4,7 @@ from typing import Any
 
 from gem_data.ledger import Ledger
 from gem_data.prepare.engine import Engine
+from gem_data.prepare.output import USER
 from gem_data.prepare.placing import drop_counts, sampled_out
 from gem_data.prepare.plan import Plan, raw
 from gem_data.prepare.stage import Staged
@@ -34,7 +35,7 @@ def summary_of(engine: Engine, plan: Plan, staged: dict[str, Staged], splits: di
         },
         "labels": {name: {task: {"observed": n[0], "positive": n[1]} for task, n in split.labels.items()} for name, split in splits.items()},
         "unknown": {name: dict(split.unknown) for name, split in splits.items()},
-        "cold": {"user": _cold_users(engine), **splits["test"].cold},
+        "cold": ({USER: _cold_users(engine)} if plan.table.user else {}) | dict(splits["test"].cold),
         "test_from": moment,
         "calibration": _calibration(engine, plan),
         "definition": plan.definition.model_dump(mode="json", by_alias=True, exclude_defaults=True),

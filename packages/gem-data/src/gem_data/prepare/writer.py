@@ -88,7 +88,7 @@ class SplitWriter:
         """Write rows as they come from ``sides.final_rows``."""
         for piece in _pieces(batch, len(self.logs)):
             part = self._part = self._part or _Part(self.folder, self.split, len(self.summary.files))
-            columns = dict(row_columns(self.plan.schema, self.plan.definition, self.encode, piece))
+            columns = dict(row_columns(self.plan, self.encode, piece))
             self._count(piece, columns)
             if self.shared:
                 first = self._new_requests(part, piece)

@@ -10,12 +10,9 @@ from gem_core.batch import Batch, epoch_batches
 from gem_core.spec import DataSchema, RequestError, Shard
 from gem_data.collate import Table
 from gem_data.ledger import Ledger
+from gem_data.splits import OneClassSplit
 
 SPLITS = ("train", "test")
-
-
-class OneClassSplit(UserWarning):
-    """A split has labels of one class only, so that AUC and NE are undefined on it."""
 
 
 class TableSource:
