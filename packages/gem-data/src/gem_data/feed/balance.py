@@ -170,4 +170,5 @@ def imbalance(cost: Floats) -> float:
 
 def spread(values: Floats, batches: Sequence[Ints]) -> float:
     """Standard deviation over batches of the mean of ``values`` ``[rows]``: how far batches differ in their mix."""
-    return float(np.std([values[rows].mean() for rows in batches if rows.size]))
+    means = [values[rows].mean() for rows in batches if rows.size]
+    return float(np.std(means)) if means else 0.0

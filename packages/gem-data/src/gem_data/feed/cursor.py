@@ -2,6 +2,8 @@
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from copy import copy
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -10,49 +12,71 @@ from numpy.typing import NDArray
 from gem_core.spec import RequestError
 from gem_data.feed.units import Unit
 
+Ints = NDArray[np.int64]
 Bits = NDArray[np.bool_]
 
 
 class Trained:
-    """Rows that have been trained, by unit."""
+    """Rows of a split that have been trained: units that are done, and one bit a row of those that are begun."""
 
     def __init__(self, units: Sequence[Unit]) -> None:
         self._rows = [unit.rows for unit in units]
         self._first = np.array([unit.first for unit in units], dtype=np.int64)
-        self.done: dict[int, Bits] = {}
+        self._whole: set[int] = set()
+        self._some: dict[int, Bits] = {}
 
-    def add(self, origin: NDArray[np.int64]) -> None:
+    def add(self, origin: Ints) -> None:
         """These rows of the split have been trained."""
-        at = np.searchsorted(self._first, origin, "right") - 1
-        for unit in np.unique(at).tolist():
-            self._bits(unit)[origin[at == unit] - self._first[unit]] = True
+        rows = np.sort(origin)
+        at = np.searchsorted(self._first, rows, "right") - 1
+        for begin, end in pairwise([0, *(np.flatnonzero(np.diff(at)) + 1).tolist(), rows.size]):
+            if begin < end:
+                unit = int(at[begin])
+                self._mark(unit, rows[begin:end] - self._first[unit])
 
-    def _bits(self, unit: int) -> Bits:
-        return self.done.setdefault(unit, np.zeros(self._rows[unit], dtype=np.bool_))
+    def _mark(self, unit: int, which: Ints | Bits) -> None:
+        if unit in self._whole:
+            return
+        bits = self._some.setdefault(unit, np.zeros(self._rows[unit], dtype=np.bool_))
+        bits[which] = True
+        if bits.all():
+            self._whole.add(unit)
+            del self._some[unit]
 
-    def copy(self) -> dict[int, Bits]:
-        return {unit: bits.copy() for unit, bits in self.done.items()}
+    def count(self, unit: int) -> int:
+        """How many rows of a unit have been trained."""
+        return self._rows[unit] if unit in self._whole else int(self._some[unit].sum()) if unit in self._some else 0
+
+    def left(self, unit: int, rows: Ints) -> Ints:
+        """Those of the rows of a unit that have not been trained."""
+        if unit in self._whole:
+            return rows[:0]
+        return rows[~self._some[unit][rows]] if unit in self._some else rows
+
+    def copy(self) -> "Trained":
+        other = copy(self)
+        other._whole, other._some = set(self._whole), {unit: bits.copy() for unit, bits in self._some.items()}
+        return other
 
     def state(self) -> dict[str, Any]:
         """Ranges ``[first, last]`` of units that are done, and the rows of the others as bits in hexadecimal digits."""
-        whole = sorted(unit for unit, bits in self.done.items() if bits.all())
         ranges: list[list[int]] = []
-        for unit in whole:
+        for unit in sorted(self._whole):
             if ranges and ranges[-1][1] == unit - 1:
                 ranges[-1][1] = unit
             else:
                 ranges.append([unit, unit])
-        some = {str(unit): np.packbits(bits).tobytes().hex() for unit, bits in sorted(self.done.items()) if not bits.all()}
-        return {"whole": ranges, "some": some}
+        return {"whole": ranges, "some": {str(unit): np.packbits(bits).tobytes().hex() for unit, bits in sorted(self._some.items())}}
 
     def merge(self, state: Mapping[str, Any]) -> None:
         """Add what ``state`` says."""
         for first, last in state["whole"]:
             for unit in range(first, last + 1):
-                self._bits(unit)[:] = True
+                self._whole.add(unit)
+                self._some.pop(unit, None)
         for name, digits in state["some"].items():
             bits = np.frombuffer(bytes.fromhex(digits), dtype=np.uint8)
-            self._bits(int(name))[:] |= np.unpackbits(bits, count=self._rows[int(name)]).astype(np.bool_)
+            self._mark(int(name), np.unpackbits(bits, count=self._rows[int(name)]).astype(np.bool_))
 
 
 class Cursor:
@@ -73,7 +97,7 @@ class Cursor:
         self._epoch, self._plan = 0, [1, 0, 0, 0]
         self._base, self._own = Trained(units), Trained(units)
 
-    def begin(self, epoch: int, rank: int, plan: Sequence[int]) -> tuple[dict[int, Bits], dict[int, Bits]]:
+    def begin(self, epoch: int, rank: int, plan: Sequence[int]) -> tuple[Trained, Trained]:
         """Start or go on with an epoch.
 
         Args:
@@ -94,7 +118,7 @@ class Cursor:
                     self._base.merge(state["trained"])
         return self._base.copy(), self._own.copy()
 
-    def trained(self, origin: NDArray[np.int64]) -> None:
+    def trained(self, origin: Ints) -> None:
         self._own.add(origin)
 
     def state(self, rank: int) -> dict[str, Any]:

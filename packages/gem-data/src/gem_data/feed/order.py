@@ -13,12 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gem_core.spec import RequestError, Shard
+from gem_data.feed.cursor import Trained
 from gem_data.feed.units import Unit
 from gem_data.ids.hashing import GAMMA, mix
 
 Ints = NDArray[np.int64]
-Done = Mapping[int, NDArray[np.bool_]]
-"""The rows of a unit that have been trained, by unit; units of which none has are missing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,14 +53,14 @@ def unit_order(units: int, seed: int | None, epoch: int) -> Ints:
     return np.arange(units) if seed is None else np.random.default_rng([seed, epoch]).permutation(units)
 
 
-def slices(units: Sequence[Unit], order: Ints, done: Done, *, batch_size: int, shard: Shard, window: int) -> Iterator[Slice]:
+def slices(units: Sequence[Unit], order: Ints, done: Trained, *, batch_size: int, shard: Shard, window: int) -> Iterator[Slice]:
     """The windows of one rank, in order: about ``window`` rows each, one batch at least.
 
     Args:
         order: the units in epoch order.
         done: rows to leave out.
     """
-    left = np.array([units[u].rows - int(done[u].sum()) if u in done else units[u].rows for u in order.tolist()], dtype=np.int64)
+    left = np.array([units[u].rows - done.count(u) for u in order.tolist()], dtype=np.int64)
     ends = np.cumsum(left)
     total = int(ends[-1]) if left.size else 0
     batches = max(1, window * shard.world // batch_size)
@@ -74,7 +73,7 @@ def slices(units: Sequence[Unit], order: Ints, done: Done, *, batch_size: int, s
         yield Slice(pieces, (*[own[0]] * (len(counts) - 1), own[1]), counts)
 
 
-def _pieces(units: Sequence[Unit], order: Ints, done: Done, ends: Ints, left: Ints, low: int, high: int) -> tuple[Piece, ...]:
+def _pieces(units: Sequence[Unit], order: Ints, done: Trained, ends: Ints, left: Ints, low: int, high: int) -> tuple[Piece, ...]:
     """The rows ``low:high`` of the line of rows that are left."""
     out = []
     for i in range(int(np.searchsorted(ends, low, "right")), int(np.searchsorted(ends, high, "left")) + 1):
@@ -82,8 +81,7 @@ def _pieces(units: Sequence[Unit], order: Ints, done: Done, ends: Ints, left: In
             continue
         unit, start = int(order[i]), int(ends[i] - left[i])
         first, last = max(low - start, 0), min(high - start, int(left[i]))
-        rows = np.arange(first, last) if unit not in done else np.flatnonzero(~done[unit])[first:last]
-        out.append(Piece(unit, rows))
+        out.append(Piece(unit, done.left(unit, np.arange(units[unit].rows))[first:last]))
     return tuple(out)
 
 

@@ -10,8 +10,9 @@ import pyarrow as pa
 
 from gem_core.spec import RequestError
 from gem_data.feed.batching import Window
+from gem_data.feed.cursor import Trained
 from gem_data.feed.decode import Columns, Decoder
-from gem_data.feed.order import Done, Ints, Slice, shuffle_keys
+from gem_data.feed.order import Ints, Slice, shuffle_keys
 from gem_data.feed.part import Part, join
 from gem_data.feed.units import Place, Unit, UnitFile, list_units, open_units
 
@@ -71,11 +72,11 @@ class Reader:
         self._open: OrderedDict[Path, UnitFile] = OrderedDict()
         self._last: tuple[int, Part] | None = None
 
-    def window(self, asked: Slice, own: Done, seed: int | None, epoch: int) -> Window:
+    def window(self, asked: Slice, own: Trained, seed: int | None, epoch: int) -> Window:
         """The rows of a slice that ``own`` does not hold, shuffled if there is a seed, and the batches that are left of it."""
         parts = []
         for piece in asked.pieces:
-            rows = piece.rows[~own[piece.unit][piece.rows]] if piece.unit in own else piece.rows
+            rows = own.left(piece.unit, piece.rows)
             if rows.size:
                 parts.append(self._unit(piece.unit).take(rows))
         part = join(parts) if parts else self._unit(asked.pieces[0].unit if asked.pieces else 0).take(np.zeros(0, np.int64))

@@ -15,9 +15,9 @@ from gem_core.spec import DataSchema, RequestError, Shard
 from gem_data.feed.balance import CostModel
 from gem_data.feed.batching import Planned, Window, by_cost, by_rows
 from gem_data.feed.collate import Collator
-from gem_data.feed.cursor import Cursor
+from gem_data.feed.cursor import Cursor, Trained
 from gem_data.feed.decode import Decoder
-from gem_data.feed.order import Done, check_request, slices, unit_order
+from gem_data.feed.order import check_request, slices, unit_order
 from gem_data.feed.pipeline import ahead
 from gem_data.feed.reader import Reader, SplitFile, index_files
 from gem_data.feed.units import Unit
@@ -87,8 +87,7 @@ class Files:
     ) -> Iterator[Batch]:
         units = self.units(split)
         check_request(batch_size, shard, {"seed": seed or 0, "epoch": epoch, "start": start})
-        base: Done = {}
-        own: Done = {}
+        base, own = Trained(units), Trained(units)
         if split == "train":
             self._rank = shard.rank
             plan = [shard.world, batch_size, self.options.window, 0 if seed is None else seed + 1]
