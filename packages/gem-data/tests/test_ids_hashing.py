@@ -66,9 +66,7 @@ def test_case_H18_an_id_hashes_alike_as_text_and_as_integer(value: int) -> None:
     assert hash_keys(pa.array([value], kind)).tolist() == hash_keys(pa.array([str(value)], pa.large_string())).tolist() == [key(value)]
 
 
-@pytest.mark.parametrize(
-    "text", ["042", "+42", "-0", " 42", "42 ", "4.2", "", "-", str(2**64), str(-(2**63) - 1), "99999999999999999999", "\uff14\uff12"]
-)
+@pytest.mark.parametrize("text", ["042", "+42", "-0", " 42", "42 ", "4.2", "", "-", str(2**64), str(-(2**63) - 1), "9" * 20, "\uff14\uff12"])
 def test_texts_that_are_not_an_integers_own_form_are_texts(text: str) -> None:
     assert hash_keys(pa.array([text], pa.large_string())).tolist() == [key_of_bytes(text.encode())]
 

@@ -23,7 +23,7 @@ def _guarded(place: Location, parts: Iterator[pa.RecordBatch]) -> Iterator[pa.Re
     try:
         yield from parts
     except (pa.ArrowException, OSError) as error:
-        raise RequestError(place.asked, f"it is damaged ({error})", "Check that the file is whole.") from error
+        raise RequestError(place.asked, f"its rows cannot be read ({error})", "Check that the file is whole.") from error
 
 
 class ParquetReader:
@@ -33,7 +33,10 @@ class ParquetReader:
         self.schema: pa.Schema = self._file.schema_arrow
 
     def batches(self, columns: list[str]) -> Iterator[pa.RecordBatch]:
-        return _guarded(self._place, self._file.iter_batches(self._rows, columns=columns, use_threads=False))
+        # Row group by row group: pyarrow cannot join the dictionaries of several inside lists.
+        groups = range(self._file.num_row_groups)
+        parts = (part for k in groups for part in self._file.iter_batches(self._rows, row_groups=[k], columns=columns, use_threads=False))
+        return _guarded(self._place, parts)
 
 
 class OrcReader:

@@ -104,7 +104,7 @@ class DelimitedReader:
         try:
             yield from self._opened(_chain(first, blocks), lines.stand_in, columns, types, judge, restore)
         except pa.ArrowInvalid as error:
-            raise self._explained(error, lines, ragged, columns) from error
+            raise self._explained(error, lines, ragged) from error
 
     def _opened(
         self, blocks: Iterator[bytes], separator: str, columns: list[str], types: dict[str, pa.DataType], judge: Any, restore: bool
@@ -126,7 +126,7 @@ class DelimitedReader:
         for batch in reader:
             yield _restored(batch, separator, self._separator) if restore else batch
 
-    def _explained(self, error: Exception, lines: Lines, ragged: list[Any], columns: list[str]) -> RequestError:
+    def _explained(self, error: Exception, lines: Lines, ragged: list[Any]) -> RequestError:
         if ragged:
             row = ragged[-1]
             number = lines.original(row.number + (self._request.header is None))
@@ -135,7 +135,7 @@ class DelimitedReader:
         text = str(error)
         where = re.search(r"In CSV column #(\d+): (?:Row #\d+: )?(.*)", text, re.S)
         if where:
-            name = columns[int(where[1])] if int(where[1]) < len(columns) else where[1]
+            name = self._names[int(where[1])]
             do = f"Give types={{{name!r}: 'string'}}, or add the text to missing if it means no value."
             return RequestError(self._place.asked, f"column {name!r}: {where[2]}", do)
         return RequestError(self._place.asked, f"it cannot be parsed ({text})", "Check the separator and the quotes.")

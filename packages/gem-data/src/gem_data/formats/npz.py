@@ -51,6 +51,8 @@ class NpzReader:
         wrong = None
         if member.dtype.kind not in "biufU":
             wrong = f"holds {member.dtype}"
+        elif member.shape[1:] == (0,):
+            wrong = "has rows without values"
         elif len(member.shape) not in (1, 2):
             wrong = f"has {len(member.shape)} dimensions"
         elif fortran and len(member.shape) == 2:
