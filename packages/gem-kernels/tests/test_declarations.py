@@ -20,6 +20,11 @@ KERNEL_MODULES = {
     "gem_kernels.ops.block_attention.triton",
     "gem_kernels.ops.hstu_attention.spans",
     "gem_kernels.ops.hstu_attention.triton",
+    "gem_kernels.ops.jagged.triton",
+    "gem_kernels.ops.norm_linear.rows",
+    "gem_kernels.ops.norm_linear.triton",
+    "gem_kernels.ops.pffn.triton",
+    "gem_kernels.ops.pooled_attention.triton",
 }
 """Modules that hold kernels: loaded on first use, they may ask for triton."""
 

@@ -42,20 +42,43 @@ def _sdpa(op: str, features: tuple[str, ...]) -> list[KernelImpl]:
     ]
 
 
-def _portable(op: str, features: tuple[str, ...], check: str = "check") -> KernelImpl:
-    """A portable Triton kernel beside gdpa and jagged_attention."""
+_FLOATS = ("fp32", "bf16", "fp16")
+_MOVED = ("fp64", *_FLOATS, "int64", "int32", "bool")
+
+
+def _portable(
+    op: str, features: tuple[str, ...], check: str | None = "check", module: str | None = None, dtypes: tuple[str, ...] = _FLOATS
+) -> KernelImpl:
+    """A portable Triton kernel beside gdpa and jagged_attention; ``module`` under ``gem_kernels.ops`` where it is not that of the op."""
     return KernelImpl(
         op=op,
         contract=1,
         backend="triton",
-        load=f"gem_kernels.ops.{op}.launch:{op}",
+        load=f"gem_kernels.ops.{module or f'{op}.launch'}:{op}",
         devices=("cuda", "interpreter"),
-        dtypes=("fp32", "bf16", "fp16"),
+        dtypes=dtypes,
         min_arch=80,
         features=features,
-        check=f"gem_kernels.ops.limits:{check}",
+        check=check and f"gem_kernels.ops.limits:{check}",
         requires=("triton",),
         summary="portable Triton, forward and backward without atomics",
+    )
+
+
+def _gluon(op: str, load: str, features: tuple[str, ...]) -> KernelImpl:
+    return KernelImpl(
+        op=op,
+        contract=1,
+        backend="gluon",
+        load=load,
+        devices=("cuda",),
+        dtypes=("bf16", "fp16"),
+        min_arch=90,
+        max_arch=90,
+        head_dims=(64, 128),
+        features=features,
+        requires=("triton",),
+        summary="Hopper: copy engine, warp-specialised, without atomics",
     )
 
 
@@ -88,8 +111,15 @@ def gem_kernel_impls() -> Sequence[KernelImpl]:
             requires=("triton",),
             summary="portable Triton, forward and backward without atomics",
         ),
+        _gluon("gdpa", "gem_kernels.ops.gdpa.launch:gluon", _GDPA_FEATURES),
+        _gluon("jagged_attention", "gem_kernels.ops.jagged_attention.launch:gluon", ("cross", "causal", "window", "broadcast_q", "gqa", "lse")),
         *_sdpa("jagged_attention", ("cross", "causal", "window", "broadcast_q", "bias", "gqa")),
         *_sdpa("pooled_attention", ("per_row_seeds", "gqa")),
         _portable("block_attention", ("rope", "rope_v"), "check_block_attention"),
         _portable("hstu_attention", ("causal", "noncausal", "window", "contextual", "targets", "bias"), "check_attention"),
+        _portable("pooled_attention", ("per_row_seeds", "gqa"), "check_attention"),
+        _portable("norm_linear", ("rms", "layer", "before", "after", "affine", "residual")),
+        _portable("pffn", ("scale_after", *(word for word in _GDPA_FEATURES if word.startswith("act_"))), "check_attention"),
+        *(_portable(op, (), None, "jagged.move", _MOVED) for op in ("jagged_concat", "jagged_split", "jagged_pad", "jagged_unpad")),
+        _portable("jagged_dense_bmm_add", (), module="jagged.product"),
     ]

@@ -1,7 +1,7 @@
 """What the launchers of the portable Triton kernels share: limits, checks inside custom ops, layouts, launches. No triton until a kernel runs."""
 
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from importlib import import_module
 from typing import Any
@@ -75,10 +75,15 @@ def approximate(lead: Tensor) -> bool:
     return lead.is_cuda and torch.version.hip is None and lead.element_size() == 2
 
 
-def launch(kernel: Any, like: Tensor, tiles: int, **arguments: Any) -> None:
-    """Launch on the device of ``like``; the grid has one axis, and programs stride over what it cannot hold."""
+def launch(kernel: Any, like: Tensor, tiles: int, *, programs: int = MAX_GRID, **arguments: Any) -> None:
+    """Launch at most ``programs`` on the device of ``like``; the grid has one axis, and programs stride over what it cannot hold."""
     with nullcontext() if like.device.type == "cpu" else torch.cuda.device(like.device):
-        kernel[(min(tiles, MAX_GRID),)](tiles=tiles, **arguments)
+        kernel[(min(tiles, programs, MAX_GRID),)](tiles=tiles, **arguments)
+
+
+def no_autocast(like: Tensor) -> AbstractContextManager[None]:
+    """Torch's own products inside a custom op keep the dtype of the call, whatever autocast surrounds it."""
+    return torch.autocast(like.device.type, enabled=False)
 
 
 def row_lengths(offsets: Tensor, longest: int) -> list[int]:

@@ -10,6 +10,9 @@ MAX_BLOCK_WIDTH = 128
 MAX_BLOCK = 128
 """Largest diagonal block: its scores stay in registers."""
 
+MAX_NORM_WIDTH = 8192
+"""Longest row that is normed: a program holds it in registers."""
+
 
 def check(request: KernelRequest) -> list[str]:
     """Reasons against any request that a declaration cannot express."""

@@ -1,0 +1,1 @@
+"""Movers of jagged tensors, and the matmul with one matrix a row."""

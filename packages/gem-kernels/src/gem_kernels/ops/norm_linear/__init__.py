@@ -1,0 +1,1 @@
+"""Norms next to a matmul in portable Triton."""

@@ -1,0 +1,264 @@
+"""The ``triton`` backend of ``norm_linear``: custom ops with fake and autograd registration, FLOP formulas. The first call imports triton.
+
+16-bit inputs run fused. In float32, and where the rows of the product are too wide to be held, a kernel norms the rows and torch multiplies.
+"""
+
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from gem_core.ops.norm_linear import flops
+from gem_core.spec import KernelUnavailable
+from gem_kernels.ops import host
+from gem_kernels.ops.limits import MAX_NORM_WIDTH
+
+FUSED_WIDTH = 512
+"""Widest rows that the ``after`` kernel holds in registers."""
+PROGRAMS = 1024
+"""Programs that add up columns' gradients, whatever the device, so that their rounding is the same everywhere."""
+
+
+def norm_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    norm: str = "rms",
+    where: str = "before",
+    gamma: Tensor | None = None,
+    beta: Tensor | None = None,
+    residual: Tensor | None = None,
+    eps: float = 1e-5,
+    return_sum: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """A norm before or after a matmul; shapes and meaning are those of ``gem_core.ops.norm_linear``.
+
+    Raises:
+        KernelUnavailable: dtype, width or device that this backend does not take.
+        MachineError: triton is missing, or the tensors lie on the CPU and the interpreter is off.
+    """
+    outer = x.shape[:-1]
+    flat = None if residual is None else residual.reshape(-1, residual.shape[-1])
+    settings = (norm == "layer", where == "before", float(eps), return_sum)
+    out, total = torch.ops.gem_kernels.norm_linear(x.reshape(-1, x.shape[-1]), weight, bias, gamma, beta, flat, *settings)
+    out = out.view(*outer, out.shape[-1])
+    return (out, total.view(*outer, total.shape[-1])) if return_sum else out
+
+
+@cache
+def _rows() -> Any:
+    return import_module("gem_kernels.ops.norm_linear.rows")
+
+
+@cache
+def _kernels() -> Any:
+    return import_module("gem_kernels.ops.norm_linear.triton")
+
+
+def row_tile(width: int) -> tuple[int, int, int]:
+    """Rows and columns of a tile of whole rows, and warps: about 4,096 values a program."""
+    block = host.block_width(width)
+    return max(1, min(16, 4096 // block)), block, 4 if block <= 2048 else 8
+
+
+def norm_rows(
+    x: Tensor, residual: Tensor | None, gamma: Tensor | None, beta: Tensor | None, *, layer: bool, eps: float, keep: bool = False
+) -> tuple[Tensor, Tensor]:
+    """``N(x + residual)`` of ``[rows, width]`` and, with ``keep``, ``x + residual`` (else an empty tensor)."""
+    rows, width = x.shape
+    out, total = x.new_empty(x.shape), x.new_empty(x.shape if keep else (0,))
+    if x.numel():
+        tile, block, warps = row_tile(width)
+        host.launch(
+            _rows().forward_kernel, x, -(-rows // tile), x=x, residual=residual, gamma=gamma, beta=beta, out=out, total=total if keep else None,
+            rows=rows, eps=eps, x_stride=x.stride(0), residual_stride=0 if residual is None else residual.stride(0), LAYER=layer, WIDTH=width,
+            ROWS=tile, BLOCK=block, num_warps=warps,
+        )  # fmt: skip
+    return out, total
+
+
+def norm_rows_grad(
+    dy: Tensor, x: Tensor, residual: Tensor | None, gamma: Tensor | None, dtotal: Tensor | None, *, layer: bool, eps: float, shifted: bool = False
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Gradients of ``x`` (and of the residual, which is the same), gamma, and beta if ``shifted``."""
+    rows, width = x.shape
+    dz = x.new_empty(x.shape)
+    tile, block, warps = row_tile(width)
+    programs = min(PROGRAMS, -(-rows // tile))
+    dgamma = None if gamma is None else x.new_zeros((programs, width), dtype=torch.float32)
+    dbeta = x.new_zeros((programs, width), dtype=torch.float32) if shifted else None
+    if x.numel():
+        host.launch(
+            _rows().backward_kernel, x, -(-rows // tile), programs=programs, x=x, residual=residual, gamma=gamma, dy=dy.contiguous(),
+            dtotal=None if dtotal is None else dtotal.contiguous(), dz=dz, dgamma=dgamma, dbeta=dbeta, rows=rows, eps=eps, x_stride=x.stride(0),
+            residual_stride=0 if residual is None else residual.stride(0), LAYER=layer, WIDTH=width, ROWS=tile, BLOCK=block, num_warps=warps,
+        )  # fmt: skip
+    return dz, *(None if part is None else part.sum(0).to(x.dtype) for part in (dgamma, dbeta))
+
+
+def _fits(x: Tensor, weight: Tensor, before: bool) -> bool:
+    """Whether a fused kernel takes the call."""
+    return x.element_size() == 2 and (before or weight.shape[0] <= FUSED_WIDTH)
+
+
+def _fused_before(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    gamma: Tensor | None,
+    beta: Tensor | None,
+    residual: Tensor | None,
+    layer: bool,
+    eps: float,
+    keep: bool,
+) -> tuple[Tensor, Tensor]:
+    rows, inner = x.shape
+    width = weight.shape[0]
+    shift = None if beta is None else weight.float() @ beta.float()
+    if shift is not None and bias is not None:
+        shift = shift + bias
+    scaled = weight if gamma is None else weight * gamma
+    sums = scaled.float().sum(1) if layer else None
+    out, total = x.new_empty((rows, width)), x.new_empty(x.shape if keep else (0,))
+    tile, block, warps = (32, 32, 1) if host.interpreted() else (128, min(256, host.block_width(width)), 8)
+    # Without a residual what was normed is x itself.
+    host.launch(
+        _kernels().before_kernel, x, -(-rows // tile) * -(-width // block), x=x, weight=scaled, bias=bias if shift is None else shift,
+        residual=residual, sums=sums, out=out, total=total if keep else None, rows=rows, eps=eps, x_stride=x.stride(0),
+        weight_stride=scaled.stride(0), residual_stride=0 if residual is None else residual.stride(0), LAYER=layer, WIDTH=width, INNER=inner,
+        ROWS=tile, BLOCK=block, STEP=64, num_warps=warps, num_stages=3,
+    )  # fmt: skip
+    return out, total.copy_(x) if keep and residual is None else total
+
+
+def _fused_after(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    gamma: Tensor | None,
+    beta: Tensor | None,
+    residual: Tensor | None,
+    layer: bool,
+    eps: float,
+    keep: bool,
+) -> tuple[Tensor, Tensor]:
+    rows, inner = x.shape
+    width = weight.shape[0]
+    out = x.new_empty((rows, width))
+    total = x.new_empty(out.shape if keep else (0,))
+    block = host.block_width(width)
+    tile, warps = (32, 1) if host.interpreted() else (64, 8) if block > 256 else (128, 8)
+    host.launch(
+        _kernels().after_kernel, x, -(-rows // tile), x=x, weight=weight, bias=bias, residual=residual, gamma=gamma, beta=beta, out=out,
+        total=total if keep else None, rows=rows, eps=eps, x_stride=x.stride(0), weight_stride=weight.stride(0),
+        residual_stride=0 if residual is None else residual.stride(0), LAYER=layer, WIDTH=width, INNER=inner, ROWS=tile, BLOCK=block, STEP=64,
+        num_warps=warps, num_stages=3,
+    )  # fmt: skip
+    return out, total
+
+
+@torch.library.custom_op("gem_kernels::norm_linear", mutates_args=())
+def _forward(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    gamma: Tensor | None,
+    beta: Tensor | None,
+    residual: Tensor | None,
+    layer: bool,
+    before: bool,
+    eps: float,
+    keep: bool,
+) -> tuple[Tensor, Tensor]:
+    """The result, and what was normed (empty unless ``keep``)."""
+    host.check_call("norm_linear", x, (weight, bias, gamma, beta, residual))
+    normed = weight.shape[1] if before else weight.shape[0]
+    if normed > MAX_NORM_WIDTH:
+        raise KernelUnavailable("norm_linear with backend 'triton'", f"rows of {normed} are above {MAX_NORM_WIDTH}", "Use backend='reference'.")
+    x, weight, residual = _readable(x, weight, residual)
+    with host.no_autocast(x):
+        if x.shape[0] and _fits(x, weight, before):
+            fused = _fused_before if before else _fused_after
+            return fused(x, weight, bias, gamma, beta, residual, layer, eps, keep)
+        if before:
+            normed_rows, total = norm_rows(x, residual, gamma, beta, layer=layer, eps=eps, keep=keep)
+            return F.linear(normed_rows, weight, bias), total
+        return norm_rows(F.linear(x, weight, bias), residual, gamma, beta, layer=layer, eps=eps, keep=keep)
+
+
+def _readable(x: Tensor, weight: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    return *host.readable(x, weight), None if residual is None else host.readable(residual)[0]
+
+
+@torch.library.custom_op("gem_kernels::norm_linear_grad", mutates_args=())
+def _grad(
+    dout: Tensor,
+    dtotal: Tensor | None,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    gamma: Tensor | None,
+    beta: Tensor | None,
+    residual: Tensor | None,
+    layer: bool,
+    before: bool,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of x, weight, bias, gamma, beta, and after the matmul of what was normed; empty tensors for what is not there."""
+    x, weight, residual = _readable(x, weight, residual)
+    options: dict[str, Any] = {"layer": layer, "eps": eps, "shifted": beta is not None}
+    with host.no_autocast(x):
+        if before:
+            rows, _ = norm_rows(x, residual, gamma, beta, layer=layer, eps=eps)
+            dx, dgamma, dbeta = norm_rows_grad(dout @ weight, x, residual, gamma, dtotal, **options)
+            dz, dweight, of_bias = None, dout.mT @ rows, dout
+        else:
+            dz, dgamma, dbeta = norm_rows_grad(dout, F.linear(x, weight, bias), residual, gamma, dtotal, **options)
+            dx, dweight, of_bias = dz @ weight, dz.mT @ x, dz
+        dbias = None if bias is None else of_bias.sum(0)
+    if residual is None:
+        dz = None
+    return dx, dweight, *(x.new_empty(0) if grad is None else grad for grad in (dbias, dgamma, dbeta, dz))
+
+
+@_forward.register_fake
+def _(x: Tensor, weight: Tensor, bias: Any, gamma: Any, beta: Any, residual: Any, layer: bool, before: bool, eps: float, keep: bool) -> Any:
+    out = x.new_empty((x.shape[0], weight.shape[0]))
+    return out, x.new_empty((x.shape if before else out.shape) if keep else (0,))
+
+
+@_grad.register_fake
+def _(dout: Tensor, dtotal: Tensor | None, *inputs: Any) -> Any:
+    *kept, residual, _layer, before, _eps = inputs
+    return tuple(inputs[0].new_empty(0 if t is None else t.shape) for t in (*kept, None if before else residual))
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    ctx.save_for_backward(*inputs[:6])
+    ctx.settings, ctx.keep = inputs[6:9], inputs[9]
+
+
+def _backward(ctx: Any, dout: Tensor, dtotal: Tensor) -> tuple[Tensor | None, ...]:
+    given, before = ctx.saved_tensors, ctx.settings[1]
+    dx, *others, dz = torch.ops.gem_kernels.norm_linear_grad(dout, dtotal if ctx.keep else None, *given, *ctx.settings)
+    grads = (dx, *others, dx if before else dz)
+    return (*(None if t is None else grad for t, grad in zip(given, grads, strict=True)), None, None, None, None)
+
+
+_forward.register_autograd(_backward, setup_context=_save)
+
+
+@register_flop_formula(torch.ops.gem_kernels.norm_linear, get_raw=True)
+def _forward_flops(x: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> int:
+    return flops(tokens=int(x.shape[0]), in_features=int(weight.shape[1]), out_features=int(weight.shape[0]))
+
+
+@register_flop_formula(torch.ops.gem_kernels.norm_linear_grad, get_raw=True)
+def _backward_flops(dout: Tensor, dtotal: Any, x: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> int:
+    """Two gradient products."""
+    return 2 * _forward_flops(x, weight)

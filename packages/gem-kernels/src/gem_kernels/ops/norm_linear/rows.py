@@ -1,0 +1,113 @@
+"""Norms of rows, forward and backward: N(x + residual) with optional scale and shift. A program holds whole rows in registers.
+
+With z the row, y = (z - mean) r gamma + beta and n = (z - mean) r (mean is 0 for RMS): dz = r (g - mean(g) - n mean(g n)) with g = dy gamma, where
+mean(g) is left out for RMS. Columns' gradients are sums over rows: each of a fixed number of programs adds its rows in order, the caller adds the
+programs.
+"""
+
+# Kernels are compiled from their source and carry no types.
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
+from gem_kernels.common.language import tl, triton
+
+_VARYING = ["rows", "tiles"]
+
+
+@triton.jit
+def load_tile(base, first, rows, stride, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """``[ROWS, BLOCK]`` in float32, zeros outside."""
+    r = first + tl.arange(0, ROWS)
+    c = tl.arange(0, BLOCK)
+    mask = (r < rows)[:, None] & (c < WIDTH)[None, :]
+    return tl.load(base + r[:, None] * stride + c[None, :], mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def store_tile(base, tile, first, rows, stride, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Store ``[ROWS, BLOCK]`` up to row ``rows`` and column ``WIDTH``."""
+    r = first + tl.arange(0, ROWS)
+    c = tl.arange(0, BLOCK)
+    mask = (r < rows)[:, None] & (c < WIDTH)[None, :]
+    tl.store(base + r[:, None] * stride + c[None, :], tile.to(base.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def normalise(z, eps, LAYER: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """Rows of ``z``, zero from column ``WIDTH`` on, normed; and the factor r of each row. Zeros stay zeros."""
+    if LAYER:
+        z = z - (tl.sum(z, 1) * (1.0 / WIDTH))[:, None]
+        if WIDTH != BLOCK:
+            z = tl.where((tl.arange(0, BLOCK) < WIDTH)[None, :], z, 0.0)
+    r = 1.0 / tl.sqrt(tl.sum(z * z, 1) * (1.0 / WIDTH) + eps)
+    return z * r[:, None], r
+
+
+@triton.jit
+def norm_grad(n, r, g, LAYER: tl.constexpr, WIDTH: tl.constexpr):
+    """Gradient before the norm from the one behind it, ``g``, zero from column ``WIDTH`` on; not meaningful in those columns."""
+    dz = g - n * (tl.sum(g * n, 1) * (1.0 / WIDTH))[:, None]
+    if LAYER:
+        dz = dz - (tl.sum(g, 1) * (1.0 / WIDTH))[:, None]
+    return dz * r[:, None]
+
+
+@triton.jit
+def load_columns(base, fallback, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """``[1, BLOCK]`` of a vector in float32, or of the number ``fallback`` where there is none."""
+    c = tl.arange(0, BLOCK)
+    if base is None:
+        row = tl.full([BLOCK], fallback, tl.float32)
+    else:
+        row = tl.load(base + c, mask=c < WIDTH, other=0.0).to(tl.float32)
+    return row[None, :]
+
+
+@triton.jit(do_not_specialize=_VARYING)
+def forward_kernel(
+    x, residual, gamma, beta, out, total, rows, tiles, eps, x_stride, residual_stride,
+    LAYER: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """``out [rows, WIDTH]``, and ``total``, what was normed, unless None."""
+    scale = load_columns(gamma, 1.0, WIDTH, BLOCK)
+    shift = load_columns(beta, 0.0, WIDTH, BLOCK)
+    for tile in range(tl.program_id(0).to(tl.int64), tiles, tl.num_programs(0)):
+        first = tile * ROWS
+        z = load_tile(x, first, rows, x_stride, WIDTH, ROWS, BLOCK)
+        if residual is not None:
+            z += load_tile(residual, first, rows, residual_stride, WIDTH, ROWS, BLOCK)
+        if total is not None:
+            store_tile(total, z, first, rows, WIDTH, WIDTH, ROWS, BLOCK)
+        n, _ = normalise(z, eps, LAYER, WIDTH, BLOCK)
+        store_tile(out, n * scale + shift, first, rows, WIDTH, WIDTH, ROWS, BLOCK)
+
+
+@triton.jit(do_not_specialize=_VARYING)
+def backward_kernel(
+    x, residual, gamma, dy, dtotal, dz, dgamma, dbeta, rows, tiles, eps, x_stride, residual_stride,
+    LAYER: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """``dz [rows, WIDTH]``, with the gradient of what was normed added unless None, and ``dgamma``, ``dbeta`` ``[programs, WIDTH]`` float32."""
+    scale = load_columns(gamma, 1.0, WIDTH, BLOCK)
+    scale_sum = tl.zeros([BLOCK], tl.float32)
+    shift_sum = tl.zeros([BLOCK], tl.float32)
+    for tile in range(tl.program_id(0).to(tl.int64), tiles, tl.num_programs(0)):
+        first = tile * ROWS
+        z = load_tile(x, first, rows, x_stride, WIDTH, ROWS, BLOCK)
+        if residual is not None:
+            z += load_tile(residual, first, rows, residual_stride, WIDTH, ROWS, BLOCK)
+        n, r = normalise(z, eps, LAYER, WIDTH, BLOCK)
+        g = load_tile(dy, first, rows, WIDTH, WIDTH, ROWS, BLOCK)
+        if dgamma is not None:
+            scale_sum += tl.sum(g * n, 0)
+        if dbeta is not None:
+            shift_sum += tl.sum(g, 0)
+        grad = norm_grad(n, r, g * scale, LAYER, WIDTH)
+        if dtotal is not None:
+            grad += load_tile(dtotal, first, rows, WIDTH, WIDTH, ROWS, BLOCK)
+        store_tile(dz, grad, first, rows, WIDTH, WIDTH, ROWS, BLOCK)
+    c = tl.arange(0, BLOCK)
+    at = tl.program_id(0).to(tl.int64) * WIDTH + c
+    if dgamma is not None:
+        tl.store(dgamma + at, scale_sum, mask=c < WIDTH)
+    if dbeta is not None:
+        tl.store(dbeta + at, shift_sum, mask=c < WIDTH)

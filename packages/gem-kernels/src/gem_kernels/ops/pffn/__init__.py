@@ -1,0 +1,1 @@
+"""The personalised feed-forward block around the gdpa kernels."""

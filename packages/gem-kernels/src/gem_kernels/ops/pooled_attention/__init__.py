@@ -1,0 +1,1 @@
+"""Pooling by attention in portable Triton."""

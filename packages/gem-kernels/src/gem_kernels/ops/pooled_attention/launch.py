@@ -1,0 +1,172 @@
+"""The ``triton`` backend of ``pooled_attention``: custom ops with fake and autograd registration, FLOP formulas. The first call imports triton."""
+
+from functools import cache
+from importlib import import_module
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from gem_core.ops.pooled_attention import flops
+from gem_kernels.ops import host
+from gem_kernels.ops.limits import MAX_WIDTH
+
+RUNS = 256
+"""The gradient of shared seeds is added up in at most this many runs of rows, whatever the device, so that its rounding is the same everywhere."""
+PROGRAMS = 512
+"""Programs that fill a large GPU: a smaller batch is split along its keys until there are as many."""
+SPLIT_KEYS = 1024
+"""Fewest keys of the longest row that a split gets."""
+
+
+def pooled_attention(seeds: Tensor, k: Tensor, v: Tensor, k_offsets: Tensor, *, max_k: int, scale: float | None = None) -> Tensor:
+    """Seeds attend to each row's keys; shapes and meaning are those of ``gem_core.ops.pooled_attention``.
+
+    Raises:
+        KernelUnavailable: dtype, head size or device that this backend does not take.
+        MachineError: triton is missing, or the tensors lie on the CPU and the interpreter is off.
+    """
+    out: Tensor = torch.ops.gem_kernels.pooled_attention(seeds, k, v, k_offsets, max_k, seeds.shape[-1] ** -0.5 if scale is None else float(scale))[0]
+    return out
+
+
+@cache
+def _kernels() -> Any:
+    return import_module("gem_kernels.ops.pooled_attention.triton")
+
+
+class _Inputs(NamedTuple):
+    """Arguments of the custom ops, in order."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    offsets: Tensor
+    max_k: int
+    scale: float
+
+    def made_readable(self) -> "_Inputs":
+        k, v = host.readable(self.k, self.v)
+        q = self.q if self.q.stride(-1) == 1 and self.q.stride(-3) <= host.MAX_TOKEN_STRIDE else self.q.contiguous()
+        return self._replace(q=q, k=k, v=v)
+
+    @property
+    def rows(self) -> int:
+        return self.offsets.shape[0] - 1
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """Of the output: rows, seeds, heads, v_dim."""
+        return self.rows, self.q.shape[-3], self.q.shape[-2], self.v.shape[-1]
+
+    def nothing_to_do(self) -> bool:
+        return self.rows == 0 or self.max_k == 0 or self.q.shape[-3] == 0
+
+    def blocks(self) -> tuple[int, int, int, int]:
+        """Seeds and keys of a tile, warps, and stages of the load pipeline."""
+        width = max(host.block_width(self.q.shape[-1]), host.block_width(self.v.shape[-1]))
+        seeds = min(host.block_width(self.q.shape[-3]), 64)
+        if host.interpreted():
+            return min(seeds, 32), 16, 1, 1
+        if self.q.element_size() > 2:
+            return (min(seeds, 32), 32, 8, 1) if width <= 128 else (16, 16, 4, 1)
+        return seeds, 64 if width <= 128 else 32, 8 if width > 128 else 4, 2
+
+    def splits(self, programs: int) -> int:
+        return max(1, min(PROGRAMS // max(programs, 1), self.max_k // SPLIT_KEYS))
+
+    def run(self, kernel: Any, tiles: int, **arguments: Any) -> None:
+        q, k, v = self.q, self.k, self.v
+        block_m, block_n, warps, stages = self.blocks()
+        host.launch(
+            kernel, q, tiles, q=q, k=k, v=v, offsets=self.offsets, rows=self.rows, seeds=q.shape[-3], total=k.shape[0], max_k=self.max_k,
+            scale=self.scale, q_row=q.stride(0) if q.dim() == 4 else 0, q_seed=q.stride(-3), q_head=q.stride(-2), k_token=k.stride(0),
+            k_head=k.stride(1), v_token=v.stride(0), v_head=v.stride(1), GROUP=q.shape[-2] // k.shape[1], DIM=q.shape[-1], V_DIM=v.shape[-1],
+            BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=host.block_width(q.shape[-1]), BLOCK_V=host.block_width(v.shape[-1]),
+            PRECISION=host.precision(q), num_warps=warps, num_stages=stages, **arguments,
+        )  # fmt: skip
+
+
+@torch.library.custom_op("gem_kernels::pooled_attention", mutates_args=())
+def _forward(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, max_k: int, scale: float) -> tuple[Tensor, Tensor]:
+    """The output, and the base-2 logarithm of each softmax's sum, float32 ``[rows, seeds, heads]``."""
+    host.check_call("pooled_attention", q, (k, v), width=max(q.shape[-1], v.shape[-1]), limit=MAX_WIDTH)
+    call = _Inputs(q, k, v, offsets, max_k, scale).made_readable()
+    rows, seeds, heads, v_dim = call.shape
+    if call.nothing_to_do():
+        return q.new_zeros(call.shape), q.new_zeros(call.shape[:3], dtype=torch.float32)
+    programs = rows * heads * -(-seeds // call.blocks()[0])
+    splits = call.splits(programs)
+    part = torch.float32 if splits > 1 else q.dtype
+    out, lse = q.new_empty((rows, splits, seeds, heads, v_dim), dtype=part), q.new_empty((rows, splits, seeds, heads), dtype=torch.float32)
+    call.run(_kernels().forward_kernel, programs * splits, out=out, lse=lse, heads=heads, splits=splits)
+    if splits == 1:
+        return out.squeeze(1), lse.squeeze(1)
+    top = lse.amax(1, keepdim=True).clamp(min=torch.finfo(torch.float32).min)
+    shares = (lse - top).exp2()
+    whole = shares.sum(1, keepdim=True)
+    joined = (out * (shares / whole.clamp(min=1e-30))[..., None]).sum(1)
+    return joined.to(q.dtype), (top + whole.log2()).squeeze(1)
+
+
+@torch.library.custom_op("gem_kernels::pooled_attention_grad", mutates_args=())
+def _grad(
+    dout: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, max_k: int, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    call = _Inputs(q, k, v, offsets, max_k, scale).made_readable()
+    if call.nothing_to_do():
+        return q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
+    dout = dout.contiguous()
+    delta = (dout.float() * out.float()).sum(-1)
+    dk, dv = k.new_empty(k.shape), v.new_empty(v.shape)
+    shared: dict[str, Any] = {"dout": dout, "lse": lse, "delta": delta}
+    block_m, block_n, _, _ = call.blocks()
+    call.run(_kernels().key_grad_kernel, call.rows * k.shape[1] * -(-max_k // block_n), dk=dk, dv=dv, kv_heads=k.shape[1], **shared)
+    return _query_grad(call, block_m, shared), dk, dv
+
+
+def _query_grad(call: _Inputs, block_m: int, shared: dict[str, Any]) -> Tensor:
+    rows, seeds, heads, _ = call.shape
+    per_run = -(-rows // RUNS) if call.q.dim() == 3 else 1
+    runs = -(-rows // per_run)
+    programs = runs * heads * -(-seeds // block_m)
+    splits = call.splits(programs)
+    dq = call.q.new_empty((runs, splits, seeds, heads, call.q.shape[-1]), dtype=torch.float32)
+    call.run(_kernels().query_grad_kernel, programs * splits, dq=dq, heads=heads, splits=splits, rows_per_run=per_run, **shared)
+    return (dq.sum((0, 1)) if call.q.dim() == 3 else dq.sum(1)).to(call.q.dtype)
+
+
+@_forward.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, max_k: int, scale: float) -> tuple[Tensor, Tensor]:
+    shape = (offsets.shape[0] - 1, q.shape[-3], q.shape[-2])
+    return q.new_empty((*shape, v.shape[-1])), q.new_empty(shape, dtype=torch.float32)
+
+
+@_grad.register_fake
+def _(dout: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(*output, *inputs[:4])
+    ctx.settings = inputs[4:]
+
+
+def _backward(ctx: Any, dout: Tensor, dlse: Any) -> tuple[Tensor | None, ...]:
+    return (*torch.ops.gem_kernels.pooled_attention_grad(dout, *ctx.saved_tensors, *ctx.settings), None, None, None)
+
+
+_forward.register_autograd(_backward, setup_context=_save)
+
+
+@register_flop_formula(torch.ops.gem_kernels.pooled_attention, get_raw=True)
+def _forward_flops(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, max_k: int, *args: Any, **kwargs: Any) -> int:
+    return flops(seeds=q.shape[-3], k_lengths=host.row_lengths(offsets, max_k), heads=q.shape[-2], dim=q.shape[-1], v_dim=v.shape[-1])
+
+
+@register_flop_formula(torch.ops.gem_kernels.pooled_attention_grad, get_raw=True)
+def _backward_flops(dout: Tensor, out: Tensor, lse: Tensor, *args: Any, **kwargs: Any) -> int:
+    """Four gradient products; the recomputed scores are not model FLOPs."""
+    return 2 * _forward_flops(*args, **kwargs)
