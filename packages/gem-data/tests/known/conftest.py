@@ -99,7 +99,8 @@ def kuairand(size: str, parts: bool) -> Callable[[Path], None]:
             at,
             f"data/video_features_basic_{size}.csv",
             basic
-            + '50,900,NORMAL,2022-03-01,ShortImport,1.0,10000.0,720,1280,77,9.0,"12,65"\n51,901,AD,2022-03-02,,1.0,,720,1280,78,,8\n52,902,NORMAL,,LongImport,1.0,8000.0,720,1280,79,9.0,\n',
+            + '50,900,NORMAL,2022-03-01,ShortImport,1.0,10000.0,720,1280,77,9.0,"12,65"\n'
+            + "51,901,AD,2022-03-02,,1.0,,720,1280,78,,8\n52,902,NORMAL,,LongImport,1.0,8000.0,720,1280,79,9.0,\n",
         )
         first, second = ("_part1", "_part2") if parts else ("", None)
         put(at, f"data/video_features_statistic_{size}{first}.csv", "video_id,counts,show_cnt,play_progress\n50,17,120.5,0.25\n")
@@ -148,7 +149,7 @@ def taobao_behaviour(at: Path) -> None:
         "2,13,101,pv,-2134949234",
         "2,13,101,pv,2122867355",
         "2,13,101,click,1511561900",
-        "2,13,101,pv,1512316700",
+        "2,13,101,pv,1512316800",
         "1,13,101,pv,1512230400",
     ]
     put(at, "UserBehavior.csv", "\n".join(rows) + "\n")

@@ -64,7 +64,7 @@ def _open(folder: Path, choices: Choices) -> dict[str, KnownTable]:
     kinds = atomic_header(files[0])
     label = "label" if "label" in kinds else "rating"
     like = pl.col(label) >= (0.5 if label == "label" else float(choices["like_from"]))
-    needed = {"user_id": pl.col("user_id"), "item_id": pl.col("item_id"), "timestamp": pl.col("timestamp").floor().cast(pl.Int64)}
+    needed = {"user_id": pl.col("user_id"), "item_id": pl.col("item_id"), "timestamp": pl.col("timestamp")}
     others = {name: pl.col(name) for name in kinds if name not in ("user_id", "item_id", "timestamp", "like")}
     out = {"impressions": atomic_table(files, needed | {"like": like.cast(pl.Int8)} | others)}
     sides = {"users": find_any(folder, "*.user"), "items": find_any(folder, "*.item")}
@@ -86,7 +86,7 @@ DATA_SETS = (
         summary="atomic files of any data set with user_id, item_id, timestamp and a rating or label",
         terms="those of the data set",
         files=("*.inter", "*.user and *.item, where there are any"),
-        quirks=("the header holds the types", "lists are separated by blanks", "nothing is quoted"),
+        quirks=("the header holds the types", "lists are separated by blanks", "nothing is quoted", "fractions of a second order events"),
         open=_open,
         schema=Schema(
             user="user_id",

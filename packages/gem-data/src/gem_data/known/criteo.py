@@ -1,22 +1,38 @@
 """Criteo's display advertising challenge and its terabyte of click logs: one tab-separated form."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import polars as pl
 
+from gem_core.spec import RequestError
 from gem_data.known.dataset import Choices, KnownDataSet, Tables, hashed, numbers, tasks
-from gem_data.known.tables import FILE, ROW, KnownTable, find, text
+from gem_data.known.tables import FILE, ROW, KnownTable, find, text, whole
 from gem_data.schema.declare import Schema
 
 NUMBERS = tuple(f"I{k}" for k in range(1, 14))
+DAY_FILE = re.compile(r"day_\d+(\.gz)?$")
 CATEGORIES = tuple(f"C{k}" for k in range(1, 27))
 
 
-def _opener(*patterns: str) -> Callable[[Path, Choices], dict[str, KnownTable]]:
+def _train(folder: Path) -> list[Path]:
+    return find(folder, "train.txt", "train.txt.gz")
+
+
+def _days(folder: Path) -> list[Path]:
+    """Each day once, packed or not."""
+    files = [path for path in find(folder, "day_[0-9]*") if DAY_FILE.match(path.name)]
+    names = [path.name.removesuffix(".gz") for path in files]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise RequestError(f"data set in {folder}", f"{twice[0]} is there twice, packed and unpacked", "Keep one of them.")
+    return files
+
+
+def _opener(found: Callable[[Path], list[Path]]) -> Callable[[Path, Choices], dict[str, KnownTable]]:
     def opened(folder: Path, _: Choices) -> dict[str, KnownTable]:
-        files = find(folder, *patterns)
         # Floats, because some copies write counts as 260.0; the count of the canonical table is exact or refused.
         read = text("click:int8", *(f"{name}:float64" for name in NUMBERS), *CATEGORIES, separator="\t", quote=False, format="csv")
         columns = {
@@ -24,10 +40,10 @@ def _opener(*patterns: str) -> Callable[[Path, Choices], dict[str, KnownTable]]:
             "row": pl.col(ROW),
             "day": pl.col(FILE).str.extract(r"^day_(\d+)").cast(pl.Int32),
             "click": pl.col("click"),
-            **{name: pl.col(name).cast(pl.Int64) for name in NUMBERS},
+            **{name: whole(name) for name in NUMBERS},
             **{name: pl.col(name).str.to_integer(base=16, dtype=pl.Int64) for name in CATEGORIES},
         }
-        return {"impressions": KnownTable(files=files, read=read, columns=columns)}
+        return {"impressions": KnownTable(files=found(folder), read=read, columns=columns)}
 
     return opened
 
@@ -59,7 +75,7 @@ DATA_SETS = (
         terms="Criteo AI Lab: non-commercial research",
         files=("train.txt", "or train.txt.gz"),
         quirks=QUIRKS,
-        open=_opener("train.txt", "train.txt.gz"),
+        open=_opener(_train),
         schema=_schema(1_000_000),
         definition=_definition,
     ),
@@ -69,7 +85,7 @@ DATA_SETS = (
         terms="Criteo AI Lab: non-commercial research",
         files=("day_0 .. day_23", "or day_0.gz .. day_23.gz"),
         quirks=(*QUIRKS, "days are read by their number: day_2 before day_10"),
-        open=_opener("day_[0-9]", "day_[0-9]*.gz"),
+        open=_opener(_days),
         schema=_schema(10_000_000),
         definition=lambda rows: _definition(rows) | {"split": {"kind": "time", "test_fraction": 1 / 24}},
     ),

@@ -7,7 +7,7 @@ import polars as pl
 
 from gem_data.known.atomic import atomic_table
 from gem_data.known.dataset import Choices, KnownDataSet, MultiId, Tables, numbers, sequence, tasks, vocabulary
-from gem_data.known.tables import KnownTable, find, find_any, same, text, typed
+from gem_data.known.tables import KnownTable, find, find_any, same, text, typed, whole
 from gem_data.schema.declare import Schema
 
 TERMS = "GroupLens (Harper and Konstan 2015): research use, cite, no redistribution without permission"
@@ -93,12 +93,17 @@ def _open_100k(folder: Path, _: Choices) -> dict[str, KnownTable]:
 
 
 def _open_100k_atomic(folder: Path) -> dict[str, KnownTable]:
-    whole = {name: pl.col(name).cast(pl.Int64) for name in ("user_id", "item_id")}
-    when = {"rating": pl.col("rating").cast(pl.Float32), "timestamp": pl.col("timestamp").cast(pl.Int64)}
-    age = {"user_id": whole["user_id"], "age": pl.col("age").cast(pl.Int64), **same("gender", "occupation"), "zip": pl.col("zip_code")}
-    film = {"item_id": whole["item_id"], "title": pl.col("movie_title"), "release_date": pl.col("release_year"), "genres": pl.col("class")}
+    key = {name: pl.col(name).cast(pl.Int64) for name in ("user_id", "item_id")}
+    when = {"rating": pl.col("rating").cast(pl.Float32), "timestamp": whole("timestamp")}
+    age = {"user_id": key["user_id"], "age": pl.col("age").cast(pl.Int64), **same("gender", "occupation"), "zip": pl.col("zip_code")}
+    film = {
+        "item_id": key["item_id"],
+        "title": pl.col("movie_title").list.join(" "),
+        "release_date": pl.col("release_year"),
+        "genres": pl.col("class"),
+    }
     return {
-        "impressions": atomic_table(find(folder, "*.inter"), whole | when),
+        "impressions": atomic_table(find(folder, "*.inter"), key | when),
         "users": atomic_table(find(folder, "*.user"), age),
         "items": atomic_table(find(folder, "*.item"), film),
     }

@@ -153,3 +153,15 @@ def _typed(name: str) -> tuple[str, str]:
 def same(*names: str) -> dict[str, pl.Expr]:
     """Columns that are taken as they are."""
     return {name: pl.col(name) for name in names}
+
+
+def whole(name: str) -> pl.Expr:
+    """A column of floats as int64; one that is not whole is an error, where a cast would cut it off."""
+    return pl.col(name).map_batches(_whole, return_dtype=pl.Int64)
+
+
+def _whole(values: pl.Series) -> pl.Series:
+    parts = values.drop_nulls().filter(values.drop_nulls() != values.drop_nulls().floor())
+    if parts.len():
+        raise ValueError(f"{parts[0]} is no whole number")
+    return values.cast(pl.Int64)
