@@ -14,7 +14,7 @@ from pyarrow import orc
 from gem_core.spec import RequestError
 from gem_data.formats.orc import read_orc
 from gem_data.logistic import fit_logistic
-from gem_data.sources.criteo_orc import CATEGORIES, NUMBERS, CriteoOrc, choose_parts, load
+from gem_data.sources.criteo_orc import CATEGORIES, NUMBERS, CriteoOrc, choose_parts, find_parts, load
 
 COLUMNS = ("label", *NUMBERS, *CATEGORIES)
 
@@ -51,9 +51,9 @@ def test_the_last_part_is_the_test_and_rows_keep_their_order(folder: Path) -> No
     assert source.ledger() == {"read": 11, "train": 8, "test": 3}
     assert source.index("test").tolist() == [8, 9, 10]
     assert source.table.labels["ctr"].tolist() == [0, 1, 0, 1, 0, 1, 0, 1, 0, 1, 0]
-    assert choose_parts(folder, None, None) == ((0, 1), (10,))  # 10 is above 9 as a number, not as text
-    assert choose_parts(folder, None, [0]) == ((1, 10), (0,))
-    assert choose_parts(folder, [10], None) == ((10,), (1,))
+    assert choose_parts(find_parts(folder), None, None) == ((0, 1), (10,))  # 10 is above 9 as a number, not as text
+    assert choose_parts(find_parts(folder), None, [0]) == ((1, 10), (0,))
+    assert choose_parts(find_parts(folder), [10], None) == ((10,), (1,))
 
 
 def test_chosen_parts_are_read_and_others_are_not(folder: Path) -> None:
@@ -62,6 +62,30 @@ def test_chosen_parts_are_read_and_others_are_not(folder: Path) -> None:
     assert source.ledger() == {"read": 8, "train": 4, "test": 4}
     with pytest.raises(RequestError, match=r"part-5\.orc: it cannot be read"):
         load(path=folder)
+
+
+def test_parts_may_have_leading_zeros_but_not_one_number_twice(folder: Path) -> None:
+    (folder / "part-1.orc").rename(folder / "part-01.orc")
+    assert load(path=folder, min_count=1).ledger() == {"read": 11, "train": 8, "test": 3}
+    write(folder, 1, 4)
+    with pytest.raises(RequestError, match=r"holds both part-01\.orc and part-1\.orc"):
+        load(path=folder)
+
+
+def test_labels_that_are_texts_are_refused(tmp_path: Path) -> None:
+    for part in (0, 1):
+        write(tmp_path, part, 2, label=["0", "1"])
+    with pytest.raises(RequestError, match="column 'label': it holds String"):
+        load(path=tmp_path)
+
+
+def test_training_rows_of_one_class_have_no_baseline(tmp_path: Path) -> None:
+    for label in (0, 1):
+        write(tmp_path, 0, 4, label=[label] * 4)
+        write(tmp_path, 1, 4)
+        with pytest.warns(UserWarning, match="the train split has"):
+            source = load(path=tmp_path)
+        assert source.baselines() == {}
 
 
 def test_empty_lists_are_missing_and_unknown_ids_go_to_row_0(folder: Path) -> None:
@@ -135,7 +159,7 @@ def test_rows_without_a_label_are_dropped_and_bad_labels_refused(tmp_path: Path)
 def test_a_missing_folder_or_part_is_named(tmp_path: Path, folder: Path) -> None:
     with pytest.raises(RequestError, match=r"nowhere holds no part-N\.orc"):
         load(path=tmp_path / "nowhere")
-    with pytest.raises(RequestError, match=r"no part \[3\]; it has \[0, 1, 10\]"):
+    with pytest.raises(RequestError, match=r"no part \[3\]; there are \[0, 1, 10\]"):
         load(path=folder, train_parts=(0, 3))
     for train, test in (((0, 1), (1,)), ((), (1,)), ((0, 1, 10), ()), ((0, 0), (1,))):
         with pytest.raises(RequestError, match="each part once"):

@@ -1,6 +1,8 @@
 """Fetching from a wheel in a local folder; nothing here reaches a network."""
 
 import hashlib
+import os
+import time
 import zipfile
 from pathlib import Path
 
@@ -75,11 +77,38 @@ def test_without_an_index_the_error_names_the_synthetic_source(wheels: Path, tmp
     assert not (tmp_path / "out").exists()
 
 
-def test_a_folder_that_cannot_be_written_is_named(wheels: Path, tmp_path: Path) -> None:
+def test_a_file_in_the_place_of_the_folder_is_refused_before_anything_is_downloaded(wheels: Path, tmp_path: Path) -> None:
+    (wheels / WHEEL).unlink()
     (tmp_path / "taken").write_text("a file")
-    with pytest.raises(MachineError, match=r"taken cannot be written .*--dest or GEM_DATA_HOME"):
+    with pytest.raises(RequestError, match=r"taken is a file.*--dest or GEM_DATA_HOME"):
         fetch(release(), tmp_path / "taken")
     assert (tmp_path / "taken").read_text() == "a file"
+
+
+def test_a_folder_that_cannot_be_written_is_named(wheels: Path, tmp_path: Path) -> None:
+    (tmp_path / "taken").write_text("a file")
+    with pytest.raises(MachineError, match=r"inner cannot be written .*--dest or GEM_DATA_HOME"):
+        fetch(release(), tmp_path / "taken" / "inner")
+
+
+def test_a_fetch_that_fails_while_it_writes_leaves_nothing(wheels: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(self: Path, target: Path) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(Path, "replace", full)
+    with pytest.raises(MachineError, match="no space left"):
+        fetch(release(), tmp_path / "out")
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_what_a_killed_fetch_left_is_removed_and_a_running_one_is_not_disturbed(wheels: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+    folder.mkdir()
+    for name, age in ((".small.item.old", 7200), (".small.item.new", 0), ("other", 7200)):
+        (folder / name).write_bytes(b"torn")
+        os.utime(folder / name, (time.time() - age,) * 2)
+    assert fetch(release(), folder)
+    assert {path.name for path in folder.iterdir()} == {*FILES, ".small.item.new", "other"}
 
 
 def test_the_command_fetches_into_the_cache(wheels: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -232,6 +232,30 @@ def test_rows_that_lack_a_field_are_dropped_and_counted(tmp_path: Path) -> None:
     assert ledger["read"] == sum(rows for name, rows in ledger.items() if name != "read")
 
 
+@pytest.mark.parametrize("time", ["1e300", "-1e300", "881250949.5", "1e17"])
+def test_a_timestamp_that_is_no_whole_second_is_dropped_and_counted(tmp_path: Path, time: str) -> None:
+    source = small(write(tmp_path / "x", RATINGS, (f"ann\t10\t4\t{time}",)))
+    assert source.ledger()["dropped: timestamp is no whole number of seconds"] == 1
+    assert source.table.rows == len(RATINGS)
+
+
+def test_ratings_without_a_row_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match=r"ml-100k\.inter: no rating of 0 can be used"):
+        small(write(tmp_path / "none", []))
+    with pytest.raises(RequestError, match=r"no rating of 1 can be used"):
+        small(write(tmp_path / "bad", [], ("ann\t10\t9\t100",)))
+
+
+def test_training_rows_of_one_class_have_no_baseline(tmp_path: Path) -> None:
+    assert small(write(tmp_path / "x", [(user, item, 5, time) for user, item, _, time in RATINGS])).baselines() == {}
+
+
+def test_reading_warns_of_nothing_that_goes_away(folder: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", DeprecationWarning)
+        small(folder)
+
+
 def test_a_missing_folder_says_how_to_fetch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RequestError, match="gem data fetch ml-100k"):
         load(path=tmp_path / "nowhere")

@@ -223,6 +223,19 @@ def test_a_run_folder_holds_everything(configure: Configure, tmp_path: Path) -> 
     assert [record["step"] for record in events(folder, "eval")] == [5, 10, 12]
 
 
+def test_case_H10_unknown_ids_that_a_source_counts_are_in_the_log_and_the_summary(
+    configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert train(configure())["unknown_ids"] == {}
+    assert events(tmp_path / "run", "unknown_ids") == []
+    shutil.rmtree(tmp_path / "run")
+    counts = {"train": {}, "test": {"item": 3}}
+    monkeypatch.setattr(FakeSource, "unknown_ids", lambda self, split: counts[split], raising=False)
+    assert train(configure())["unknown_ids"] == counts
+    assert events(tmp_path / "run", "unknown_ids") == [{"event": "unknown_ids", "step": 0, **counts}]
+    assert [record["event"] for record in read_log(tmp_path / "run")][:2] == ["started", "unknown_ids"]
+
+
 def test_the_summary_has_the_promised_keys(configure: Configure) -> None:
     summary = train(configure())
     assert summary["test"].keys() == {"ctr", "cvr"}

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -77,10 +78,13 @@ def fetch(release: Release, folder: Path | None = None) -> bool:
     concurrent fetch does no harm.
 
     Raises:
+        RequestError: the folder is a file.
         MachineError: pip cannot get the wheel, or the folder cannot be written.
         RunFailed: the wheel lacks a file, or a checksum differs.
     """
     target = default_folder(release.name) if folder is None else folder
+    if target.exists() and not target.is_dir():
+        raise RequestError(f"fetch {release.name!r}", f"{target} is a file", "Give a folder: --dest or GEM_DATA_HOME.")
     if is_complete(release, target):
         return False
     with tempfile.TemporaryDirectory(prefix="gem-fetch-") as scratch:
@@ -97,10 +101,22 @@ def fetch(release: Release, folder: Path | None = None) -> bool:
 def _write(target: Path, files: Mapping[str, bytes]) -> None:
     target.mkdir(parents=True, exist_ok=True)
     for name, content in files.items():
+        _remove_leftovers(target, name)
         with tempfile.NamedTemporaryFile(dir=target, prefix=f".{name}.", delete=False) as partial:
-            partial.write(content)
-        Path(partial.name).chmod(0o644)
-        Path(partial.name).replace(target / name)
+            try:
+                partial.write(content)
+                partial.close()
+                Path(partial.name).chmod(0o644)
+                Path(partial.name).replace(target / name)
+            finally:
+                Path(partial.name).unlink(missing_ok=True)
+
+
+def _remove_leftovers(target: Path, name: str) -> None:
+    """Of fetches that were killed while they wrote; one that is writing now is younger than an hour."""
+    for path in target.glob(f".{name}.*"):
+        if path.stat().st_mtime < time.time() - 3600:
+            path.unlink(missing_ok=True)
 
 
 def _download(release: Release, scratch: Path) -> Path:

@@ -31,11 +31,11 @@ def check_columns(table: "Table") -> None:
             _check_ids(feature.name, table.ids[feature.name], feature.cardinality)
     for dense in schema.dense:
         _check_dense(dense.name, table.dense[dense.name], (rows, dense.width))
+    if table.time is not None:  # before the histories, whose events are compared with it
+        _check_shape("time", table.time, (rows,), torch.int64)
     for name, events in table.events.items():
         _check_events(name, events, table)
     _check_labels(table)
-    if table.time is not None:
-        _check_shape("time", table.time, (rows,), torch.int64)
     if schema.group != (table.groups is not None):
         raise RequestError("column 'groups'", "the schema and the table differ on whether rows have one", "Give both or neither.")
     if table.groups is not None:
@@ -115,6 +115,7 @@ def _check_events(name: str, events: "Events", table: "Table") -> None:
     if longest > group.max_length:
         raise RequestError(f"history {name!r}", f"a row has {longest} events", f"Keep the last {group.max_length}, as the schema says.")
     if events.time is not None:
+        _check_shape(f"{name} (time)", events.time, (total,), torch.int64)
         _check_event_times(name, events.time, events.spans, table.time)
 
 

@@ -1,7 +1,18 @@
 """The contract between core and its plugins. Imports only the standard library and pluggy."""
 
 from gem_core.spec.cli import CliCommand
-from gem_core.spec.data import DataSchema, DataSource, DenseFeature, IdFeature, ResumableSource, SequenceFeature, Shard, Source, Task
+from gem_core.spec.data import (
+    CountsUnknownIds,
+    DataSchema,
+    DataSource,
+    DenseFeature,
+    IdFeature,
+    ResumableSource,
+    SequenceFeature,
+    Shard,
+    Source,
+    Task,
+)
 from gem_core.spec.embedding import (
     ADAM_BETAS,
     EmbeddingEngine,
@@ -31,6 +42,7 @@ __all__ = [
     "STAGES",
     "CheckpointInfo",
     "CliCommand",
+    "CountsUnknownIds",
     "DataSchema",
     "DataSource",
     "DenseFeature",

@@ -160,6 +160,15 @@ class Source(Protocol):
 
 
 @runtime_checkable
+class CountsUnknownIds(Protocol):
+    """A source that counts the ids it had to give row 0; what it counts goes into the run log and the summary."""
+
+    def unknown_ids(self, split: str) -> Mapping[str, int]:
+        """``{feature: ids}`` of a split, known so far; features without any are left out."""
+        ...
+
+
+@runtime_checkable
 class ResumableSource(Source, Protocol):
     """A source that knows which rows were trained, so that a run goes on without losing or repeating one, whatever the number of ranks.
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from gem_core.config.load import LoadedConfig, load_config
 from gem_core.plugins import host
-from gem_core.spec import Source
+from gem_core.spec import CountsUnknownIds, Source
 from gem_core.train import folder
 from gem_core.train.compose import Run, compose
 from gem_core.train.evaluate import Evaluation
@@ -26,6 +26,8 @@ def train(loaded: LoadedConfig, *, resume: Path | None = None) -> dict[str, Any]
     """
     run = compose(loaded, resume=resume)
     try:
+        if known := unknown_ids(run.source):
+            run.log.event("unknown_ids", run.progress.step, **known)
         train_epochs(run)
         done = evaluate_now(run)
         if not run.world.leads:
@@ -85,8 +87,16 @@ def summary(run: Run, done: Evaluation) -> dict[str, Any]:
         "world": run.world.size,
         "train_flops": whole.flops,
         "peak": run.manifest["peak"],
+        "unknown_ids": unknown_ids(run.source),
         "ledger": {"source": run.source.ledger(), "train": progress.ledger(run.source.rows("train"))},
     }
+
+
+def unknown_ids(source: Source) -> dict[str, dict[str, int]]:
+    """``{split: {feature: ids}}`` that were unknown or missing and became row 0; empty for a source that does not count them."""
+    if not isinstance(source, CountsUnknownIds):
+        return {}
+    return {split: dict(source.unknown_ids(split)) for split in ("train", "test")}
 
 
 def finite_baselines(source: Source) -> dict[str, dict[str, dict[str, float | None]]]:

@@ -5,7 +5,7 @@ training files alone.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from gem_data.options import CriteoOrcOptions
 from gem_data.score import scores, sigmoid
 from gem_data.sources.base import TableSource
 
+ASKED = "data source 'criteo-orc'"
 TASK = "ctr"
 NUMBERS = tuple(f"i{k}" for k in range(1, 14))
 CATEGORIES = tuple(f"c{k}" for k in range(1, 27))
@@ -39,11 +40,14 @@ class CriteoOrc(TableSource):
     """
 
     def __init__(self, options: CriteoOrcOptions) -> None:
-        train_parts, test_parts = choose_parts(options.path, options.train_parts, options.test_parts)
-        read = {n: read_orc(options.path / f"part-{n}.orc", ("label", *NUMBERS, *CATEGORIES)) for n in (*train_parts, *test_parts)}
+        files = find_parts(options.path)
+        train_parts, test_parts = choose_parts(files, options.train_parts, options.test_parts)
+        read = {n: read_orc(files[n], ("label", *NUMBERS, *CATEGORIES)) for n in (*train_parts, *test_parts)}
         frame = pl.concat(read.values(), how="vertical_relaxed")
         from_train = np.repeat([n in train_parts for n in read], [part.height for part in read.values()])
         ledger = Ledger(frame.height)
+        if not (frame.schema["label"].is_numeric() or frame.schema["label"] == pl.Boolean):
+            raise RequestError("column 'label'", f"it holds {frame.schema['label']}", "Labels are the numbers 0 and 1.")
         labelled = frame.get_column("label").is_not_null()
         ledger.drop("no label", int((~labelled).sum()))
         frame, train = frame.filter(labelled), from_train[labelled.to_numpy()]
@@ -59,11 +63,16 @@ class CriteoOrc(TableSource):
         super().__init__("criteo-orc", table, {"train": mask.nonzero().squeeze(1), "test": (~mask).nonzero().squeeze(1)}, ledger)
 
     def baselines(self) -> dict[str, dict[str, dict[str, float]]]:
-        """First-order logistic regression over the categories and the numbers in buckets, by AdaGrad; under a second for 50,000 rows."""
+        """First-order logistic regression over the categories and the numbers in buckets, by AdaGrad; under a second for 50,000 rows.
+
+        None where the training rows have one class only: there is nothing to fit.
+        """
         columns = [self.table.ids[name].numpy() for name in CATEGORIES]
         columns += [_buckets(self.table.dense[name].numpy()) for name in NUMBERS]
         labels = self.table.labels[TASK].numpy().astype(np.float64)
         train, test = self.index("train").numpy(), self.index("test").numpy()
+        if np.unique(labels[train]).size < 2:
+            return {}
         features = np.stack(columns, axis=1)
         logits = fit_logistic(features[train], labels[train])(features[test])
         return {"logistic regression": {TASK: scores(labels[test], sigmoid(logits))}}
@@ -74,26 +83,41 @@ def load(**options: Any) -> CriteoOrc:
     return CriteoOrc(CriteoOrcOptions(**options))
 
 
-def choose_parts(folder: Path, train: Sequence[int] | None, test: Sequence[int] | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Numbers of the training and of the test files in ``folder``: by default the highest is for the test and the rest for training.
+def find_parts(folder: Path) -> dict[int, Path]:
+    """The files ``part-N.orc`` of a folder by N, which may have leading zeros.
+
+    Raises:
+        RequestError: there is none, or two files have one number.
+    """
+    parts: dict[int, Path] = {}
+    for path in sorted(folder.glob("part-*.orc")):
+        if match := re.fullmatch(r"part-(\d+)\.orc", path.name):
+            other = parts.setdefault(int(match[1]), path)
+            if other != path:
+                so = f"{folder} holds both {other.name} and {path.name}"
+                raise RequestError(ASKED, so, "Keep one of them, or give it a number of its own.")
+    if not parts:
+        raise RequestError(ASKED, f"{folder} holds no part-N.orc file", "Give the folder of the ORC files as data.options.path.")
+    return parts
+
+
+def choose_parts(files: Mapping[int, Path], train: Sequence[int] | None, test: Sequence[int] | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Numbers of the training and of the test files: by default the highest is for the test and the rest for training.
 
     Raises:
         RequestError: a file does not exist, or a split is empty or shares a file with the other.
     """
-    asked = "data source 'criteo-orc'"
-    found = sorted(int(match[1]) for path in folder.glob("part-*.orc") if (match := re.fullmatch(r"part-(\d+)\.orc", path.name)))
-    if not found:
-        raise RequestError(asked, f"{folder} holds no part-N.orc file", "Give the folder of the ORC files as data.options.path.")
+    found = sorted(files)
     if test is None:
         test = [n for n in found if n not in (train or ())][-1:]
     if train is None:
         train = [n for n in found if n not in test]
     absent = sorted({*train, *test} - set(found))
     if absent:
-        raise RequestError(asked, f"{folder} has no part {absent}; it has {found}", "Name parts that exist.")
+        raise RequestError(ASKED, f"there is no part {absent}; there are {found}", "Name parts that exist.")
     if not train or not test or len({*train, *test}) != len(train) + len(test):
         so = f"training parts {list(train)} and test parts {list(test)}"
-        raise RequestError(asked, so, "Give each split at least one part of its own, each part once.")
+        raise RequestError(ASKED, so, "Give each split at least one part of its own, each part once.")
     return tuple(train), tuple(test)
 
 

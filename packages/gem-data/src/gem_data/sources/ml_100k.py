@@ -50,10 +50,15 @@ class MovieLens100K(TableSource):
         super().__init__("ml-100k", table, {"train": mask.nonzero().squeeze(1), "test": (~mask).nonzero().squeeze(1)}, ledger)
 
     def baselines(self) -> dict[str, dict[str, dict[str, float]]]:
-        """Target encoding: the log odds of the user's and of the item's like rate over the training rows add up."""
+        """Target encoding: the log odds of the user's and of the item's like rate over the training rows add up.
+
+        None where the training rows have one class only: their log odds are infinite.
+        """
         train, test = self.index("train").numpy(), self.index("test").numpy()
         labels = self.table.labels[TASK].numpy().astype(np.float64)
         rate = labels[train].mean()
+        if rate in (0.0, 1.0):
+            return {}
         score = np.full(test.size, logit(rate))
         for name in ("user", "item"):
             ids = self.table.ids[name].numpy()
@@ -87,11 +92,14 @@ def _read_ratings(path: Path) -> tuple[pl.DataFrame, Ledger]:
         ("no user", pl.col("user_id").is_not_null()),
         ("no item", pl.col("item_id").is_not_null()),
         ("no timestamp", pl.col("timestamp").is_finite()),
+        ("timestamp is no whole number of seconds", (pl.col("timestamp").abs() <= 2.0**53) & (pl.col("timestamp") % 1 == 0)),
         ("rating is not 1, 2, 3, 4 or 5", pl.col("rating").is_in([1.0, 2.0, 3.0, 4.0, 5.0])),
     ):
         kept = frame.filter(good)
         ledger.drop(reason, frame.height - kept.height)
         frame = kept
+    if not frame.height:
+        raise RequestError(f"atomic file {path}", f"no rating of {ledger.read} can be used", "Give a file with ratings.")
     return frame.with_columns(pl.col("timestamp").cast(pl.Int64)).sort("timestamp", maintain_order=True), ledger
 
 
