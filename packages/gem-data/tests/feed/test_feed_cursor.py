@@ -19,7 +19,7 @@ from gem_data.feed.cursor import Cursor, Trained
 from gem_data.feed.units import Unit
 
 ROWS = 150
-QUICK = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+QUICK = settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @pytest.fixture(scope="module")
@@ -217,12 +217,12 @@ def test_trained_rows_survive_writing_and_merging(sizes: list[int], data: st.Dat
 
 
 def test_the_state_is_small() -> None:
-    """A thousand units that are done and two that are not: a range and a bit a row."""
-    many = Trained(units(*[16_384] * 1002))
-    many.add(np.arange(1000 * 16_384))
-    many.add(np.arange(1000 * 16_384, 1002 * 16_384, 2))
+    """A hundred units that are done and two that are not: a range and a bit a row."""
+    many = Trained(units(*[16_384] * 102))
+    many.add(np.arange(100 * 16_384))
+    many.add(np.arange(100 * 16_384, 102 * 16_384, 2))
     state = many.state()
-    assert state["whole"] == [[0, 999]]
+    assert state["whole"] == [[0, 99]]
     assert len(json.dumps(state)) < 2 * 16_384 / 4 + 100
 
 

@@ -150,9 +150,9 @@ def test_case_H16_batches_of_rows_in_order_gather_from_the_files_memory(kit: Mod
     assert begin.tolist() == [2, 2, 3]
     assert length.tolist() == [0, 1, 3]
     assert begin.ctypes.data == column.buffers()[1].address + 8
-    assert arrays.integers("x", child, Place("f", "row group", 0)).data_ptr() == column.values.buffers()[1].address
+    assert arrays.integers("x", child, Place("f", "row group", 0)).ctypes.data == column.values.buffers()[1].address
     floats = pa.array([1.0, 2.0, 3.0], pa.float32()).slice(1)
-    assert arrays.numbers("x", floats, Place("f", "row group", 0)).data_ptr() == floats.buffers()[1].address + 4
+    assert arrays.numbers("x", floats, Place("f", "row group", 0)).ctypes.data == floats.buffers()[1].address + 4
 
 
 def test_packed_ids_are_one_tensor_that_torchrec_takes_as_it_is(kit: ModuleType, folder: Path) -> None:

@@ -1,18 +1,15 @@
-"""Arrow arrays as tensors over the same memory, checked: list offsets, numbers, times. Bad values are named by file, unit and row."""
-
-from typing import Any
+"""Arrow arrays as numpy arrays over the same memory, checked: list offsets, numbers, times. Bad values are named by file, unit and row."""
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from gem_core.spec import RequestError
 from gem_data.feed.units import Place
 
 Ints = NDArray[np.int64]
+Floats = NDArray[np.float32]
 
 
 def is_list(kind: pa.DataType) -> bool:
@@ -58,7 +55,7 @@ def owner(position: int, begin: Ints, length: Ints) -> int:
     return int(rows[0]) if rows.size else -1
 
 
-def numbers(name: str, array: pa.Array, place: Place, rows: tuple[Ints, Ints] | None = None) -> Tensor:
+def numbers(name: str, array: pa.Array, place: Place, rows: tuple[Ints, Ints] | None = None) -> Floats:
     """``[values]`` float32 of a column of numbers; ``rows`` are begins and lengths where it holds the values of lists.
 
     Raises:
@@ -76,10 +73,10 @@ def numbers(name: str, array: pa.Array, place: Place, rows: tuple[Ints, Ints] | 
             if row >= 0:
                 do = "Replace missing numbers, and say so in a column of their own."
                 raise RequestError(f"number {name!r}", f"it is {values[at]} at {place.row(row)}", do)
-    return as_tensor(values)
+    return np.asarray(values)
 
 
-def seconds(name: str, array: pa.Array, place: Place) -> Tensor:
+def seconds(name: str, array: pa.Array, place: Place) -> Ints:
     """``[values]`` int64 seconds of a column of integers (seconds) or timestamps.
 
     Raises:
@@ -90,25 +87,11 @@ def seconds(name: str, array: pa.Array, place: Place) -> Tensor:
     return integers(name, array, place)
 
 
-def integers(name: str, array: pa.Array, place: Place) -> Tensor:
+def integers(name: str, array: pa.Array, place: Place) -> Ints:
     """``[values]`` int64; RequestError where a value is missing or the column holds no integers."""
     if not pa.types.is_integer(array.type):
         raise RequestError(f"column {name!r} of {place.file}", f"it holds {array.type}", "Give integers; times as seconds or timestamps.")
     if array.null_count:
         row = int(np.flatnonzero(array.is_null().to_numpy(zero_copy_only=False))[0])
         raise RequestError(f"column {name!r}", f"its value {row} is missing in {place.file}, {place.kind} {place.unit}", "Fill it in.")
-    return as_tensor(array.cast(pa.int64()).to_numpy(zero_copy_only=False))
-
-
-class _Writable:
-    """Offers an array's memory as writable and keeps the array alive: torch warns of read-only memory, and nothing here writes to it."""
-
-    def __init__(self, values: NDArray[Any]) -> None:
-        self._values = values
-        about = values.__array_interface__
-        self.__array_interface__ = {**about, "data": (about["data"][0], False)}
-
-
-def as_tensor(values: NDArray[Any]) -> Tensor:
-    """A tensor over the memory of an array that nobody writes to."""
-    return torch.from_numpy(values if values.flags.writeable else np.asarray(_Writable(values)))
+    return np.asarray(array.cast(pa.int64()).to_numpy(zero_copy_only=False))

@@ -86,8 +86,8 @@ def tell_mix(balance: str, cost: CostModel, part: Part, plain: Sequence[Ints], b
 def mix(cost: CostModel, part: Part, plain: Sequence[Ints], batches: Sequence[Ints]) -> list[tuple[str, float, float]]:
     """``(what, spread over plain batches, spread over balanced ones)`` of the mean cost, label rates and mean time of a batch."""
     columns = {"cost a row": cost.of(part.tokens, part.pairs)}
-    columns |= {f"label rate {name}": c.double().numpy() for (role, name), c in part.scalars.items() if role == "label"}
-    columns |= {f"mean of {name}": c[:, 0].double().numpy() for (role, name), c in part.scalars.items() if role == "dense"}
+    columns |= {f"label rate {name}": c.astype(np.float64) for (role, name), c in part.scalars.items() if role == "label"}
+    columns |= {f"mean of {name}": c[:, 0].astype(np.float64) for (role, name), c in part.scalars.items() if role == "dense"}
     if ("row", "time") in part.scalars:
-        columns["mean time (s)"] = part.scalars["row", "time"].double().numpy()
+        columns["mean time (s)"] = part.scalars["row", "time"].astype(np.float64)
     return [(name, spread(values, plain), spread(values, batches)) for name, values in columns.items()]

@@ -6,19 +6,15 @@ from dataclasses import dataclass
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import torch
-from numpy.typing import NDArray
-from torch import Tensor
 
 from gem_core.spec import RequestError
-from gem_data.feed.arrays import as_tensor, integers, numbers, owner, seconds, spans
-from gem_data.feed.part import Lists, Part
+from gem_data.feed.arrays import Floats, integers, numbers, owner, seconds, spans
+from gem_data.feed.part import Column, Ints, Lists, Part
 from gem_data.feed.units import Place
 from gem_data.ids import Encoder, hash_keys
 from gem_data.schema import Embedding, MultiId, Schema, Sequence, Task
 
-Ints = NDArray[np.int64]
-Convert = Callable[[str, pa.Array, Place, tuple[Ints, Ints]], Tensor]
+Convert = Callable[[str, pa.Array, Place, tuple[Ints, Ints]], Column]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,22 +55,19 @@ class Decoder:
         Raises:
             RequestError: a value that the schema rules out, named by file, unit and row.
         """
-        scalars = {name: self._rowwise(columns, column, tensor) for name, column, tensor in self._scalars(columns, place)}
+        scalars = {name: values if column in columns.own else values[columns.request] for name, column, values in self._scalars(columns, place)}
         lists = {feature.name: self._multi(columns, feature, place) for feature in self.schema.multi_id}
         lists |= {group.name: self._sequence(columns, group, place) for group in self.schema.sequence}
-        lengths = [lists[group.name].length.numpy() for group in self.schema.sequence]
+        lengths = [lists[group.name].length for group in self.schema.sequence]
         return Part(
-            torch.arange(first, first + columns.rows),
+            np.arange(first, first + columns.rows),
             scalars,
             lists,
             sum(lengths, np.zeros(columns.rows, np.int64)),
             sum((length * length for length in lengths), np.zeros(columns.rows, np.int64)),
         )
 
-    def _rowwise(self, columns: Columns, column: str, tensor: Tensor) -> Tensor:
-        return tensor if column in columns.own else tensor.index_select(0, torch.from_numpy(columns.request))
-
-    def _scalars(self, columns: Columns, place: Place) -> Iterator[tuple[tuple[str, str], str, Tensor]]:
+    def _scalars(self, columns: Columns, place: Place) -> Iterator[tuple[tuple[str, str], str, Column]]:
         """``(name in the part, column, values)`` of all columns that hold one value a row."""
         schema = self.schema
 
@@ -83,7 +76,7 @@ class Decoder:
 
         for feature in schema.id:
             column = feature.column or feature.name
-            yield ("id", feature.name), column, as_tensor(self.encoders[feature.name].encode(of(column)))
+            yield ("id", feature.name), column, self.encoders[feature.name].encode(of(column))
         for number in schema.number:
             column = number.column or number.name
             yield ("dense", number.name), column, numbers(number.name, of(column), place)[:, None]
@@ -115,12 +108,12 @@ class Decoder:
 
     def _ids(self, key: str) -> Convert:
         encoder = self.encoders[key]
-        return lambda name, array, place, rows: as_tensor(encoder.encode(array))
+        return lambda name, array, place, rows: encoder.encode(array)
 
     def _lists(self, columns: Columns, group: str, names: Mapping[str, str], convert: Mapping[str, Convert], place: Place) -> Lists:
         """Aligned list columns, each converted once over all values that its rows own."""
         known: tuple[str, Ints, Ints] | None = None
-        values: dict[str, Tensor] = {}
+        values: dict[str, Column] = {}
         own = [column for column in names.values() if column in columns.own]
         if 0 < len(own) < len(names):
             so = f"{place.file} holds only {', '.join(own)} of them; the others stand in its file of requests"
@@ -136,8 +129,8 @@ class Decoder:
             known = known or (column, begin, length)
             values[name] = convert[name](column, child, place, (begin, length))
         assert known is not None  # the schema refuses a group without columns
-        spread = [known[1], known[2]] if request is None else [known[1][request], known[2][request]]
-        return Lists(as_tensor(spread[0]), as_tensor(spread[1]), values)
+        _, begin, length = known
+        return Lists(begin, length, values) if request is None else Lists(begin[request], length[request], values)
 
 
 def _aligned(group: str, known: tuple[str, Ints, Ints], other: tuple[str, Ints, Ints], child: pa.Array, place: Place) -> tuple[Ints, pa.Array]:
@@ -156,18 +149,18 @@ def _aligned(group: str, known: tuple[str, Ints, Ints], other: tuple[str, Ints, 
 
 def _truncated(lists: Lists, group: Sequence, place: Place) -> Lists:
     """At most ``max_length`` events a row, by the group's policy; nothing is moved."""
-    excess = (lists.length - group.max_length).clamp(min=0)
-    if not bool(excess.any()):
+    excess = np.maximum(lists.length - group.max_length, 0)
+    if not excess.any():
         return lists
     if group.truncate == "error":
-        row = int(excess.nonzero()[0])
-        so = f"{place.row(row)} has {int(lists.length[row])} events, max_length is {group.max_length}"
+        row = int(np.flatnonzero(excess)[0])
+        so = f"{place.row(row)} has {lists.length[row]} events, max_length is {group.max_length}"
         raise RequestError(f"sequence {group.name!r}", so, "Raise max_length, or set truncate to newest or oldest.")
     begin = lists.begin + excess if group.truncate == "newest" else lists.begin  # the oldest event comes first
     return Lists(begin, lists.length - excess, lists.values)
 
 
-def _vectors(feature: Embedding, array: pa.Array, place: Place) -> Tensor:
+def _vectors(feature: Embedding, array: pa.Array, place: Place) -> Floats:
     name = feature.column or feature.name
     begin, length, child = spans(name, array, place)
     wrong = np.flatnonzero(length != feature.width)
@@ -179,10 +172,10 @@ def _vectors(feature: Embedding, array: pa.Array, place: Place) -> Tensor:
         child, low = child.take(pa.array((begin[:, None] + np.arange(feature.width)).ravel())), 0
         begin = np.arange(begin.size) * feature.width
     flat = numbers(name, child.slice(low, begin.size * feature.width), place, (begin - low, length))
-    return flat.view(begin.size, feature.width)
+    return flat.reshape(begin.size, feature.width)
 
 
-def _task(task: Task, of: Callable[[str], pa.Array], place: Place) -> Iterator[tuple[str, str, Tensor]]:
+def _task(task: Task, of: Callable[[str], pa.Array], place: Place) -> Iterator[tuple[str, str, Column]]:
     """``(role, column, values)`` of a task's label, mask and weight; labels are checked where they are observed."""
     array = of(task.label)
     if task.mask is not None:
@@ -190,12 +183,11 @@ def _task(task: Task, of: Callable[[str], pa.Array], place: Place) -> Iterator[t
         if not (pa.types.is_boolean(mask.type) or pa.types.is_integer(mask.type)):
             raise RequestError(f"mask {task.mask!r} of {place.file}", f"it holds {mask.type}", "Give booleans, true where the label is observed.")
         shown = mask.cast(pa.bool_()).fill_null(False)
-        seen = torch.from_numpy(shown.to_numpy(zero_copy_only=False))
-        yield "mask", task.mask, seen
+        yield "mask", task.mask, shown.to_numpy(zero_copy_only=False)
         array = pc.if_else(shown, array, pa.scalar(0, array.type))  # a label means nothing where it is masked out
     label = numbers(task.label, array, place)
-    wrong = ((label != 0) & (label != 1)).nonzero()
-    if wrong.numel():
+    wrong = np.flatnonzero((label != 0) & (label != 1))
+    if wrong.size:
         row = int(wrong[0])
         raise RequestError(f"label {task.label!r}", f"it is {float(label[row])} at {place.row(row)}", "Labels are 0 or 1; mask unknown ones.")
     yield "label", task.label, label
@@ -203,28 +195,28 @@ def _task(task: Task, of: Callable[[str], pa.Array], place: Place) -> Iterator[t
         yield "weight", task.weight, _not_negative(task.weight, numbers(task.weight, of(task.weight), place), place, None)
 
 
-def _weights(name: str, array: pa.Array, place: Place, rows: tuple[Ints, Ints]) -> Tensor:
+def _weights(name: str, array: pa.Array, place: Place, rows: tuple[Ints, Ints]) -> Floats:
     return _not_negative(name, numbers(name, array, place, rows), place, rows)
 
 
-def _not_negative(name: str, values: Tensor, place: Place, rows: tuple[Ints, Ints] | None) -> Tensor:
-    wrong = (values < 0).nonzero()
-    if wrong.numel():
+def _not_negative(name: str, values: Floats, place: Place, rows: tuple[Ints, Ints] | None) -> Floats:
+    wrong = np.flatnonzero(values < 0)
+    if wrong.size:
         at = int(wrong[0])
         row = at if rows is None else owner(at, *rows)
         raise RequestError(f"weight {name!r}", f"it is {float(values[at])} at {place.row(row)}", "Weights are not negative.")
     return values
 
 
-def _seconds(name: str, array: pa.Array, place: Place, rows: tuple[Ints, Ints]) -> Tensor:
+def _seconds(name: str, array: pa.Array, place: Place, rows: tuple[Ints, Ints]) -> Ints:
     return seconds(name, array, place)
 
 
-def _groups(name: str, array: pa.Array, place: Place) -> Tensor:
+def _groups(name: str, array: pa.Array, place: Place) -> Ints:
     """Integers as they are; texts by their stable 64-bit hash."""
     if pa.types.is_integer(array.type):
         return integers(name, array, place)
     text = array.dictionary_decode() if pa.types.is_dictionary(array.type) else array
     if not (pa.types.is_string(text.type) or pa.types.is_large_string(text.type)):
         raise RequestError(f"column {name!r} of {place.file}", f"it holds {text.type}", "Users and requests are integers or strings.")
-    return as_tensor(hash_keys(text.cast(pa.large_string()).fill_null("")).view(np.int64))
+    return hash_keys(text.cast(pa.large_string()).fill_null("")).view(np.int64)

@@ -1,14 +1,17 @@
-"""Rows in memory, decoded: what a window is made of and batches are gathered from."""
+"""Rows in memory, decoded: what a window is made of and batches are gathered from.
+
+Columns are numpy arrays, most of them over Arrow's memory: gathering runs in threads of its own, where torch's own threads would only be in the way.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 Ints = NDArray[np.int64]
+Column = NDArray[Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,21 +19,20 @@ class Lists:
     """Aligned list columns: row ``r`` owns ``begin[r] : begin[r] + length[r]`` of each of ``values``. Rows may share values.
 
     Args:
-        begin: ``[rows]`` int64.
-        length: ``[rows]`` int64.
-        values: ``{column: [total, ...]}``: ids and times int64, numbers float32.
+        begin: ``[rows]``.
+        length: ``[rows]``.
+        values: ``{column: [total]}``: ids and times int64, numbers float32.
     """
 
-    begin: Tensor
-    length: Tensor
-    values: dict[str, Tensor]
+    begin: Ints
+    length: Ints
+    values: dict[str, Column]
 
-    def take(self, at: Tensor) -> "Lists":
+    def take(self, at: Ints) -> "Lists":
         """Only the rows ``at``, over the values from the first to the last that they own."""
         begin, length = self.begin[at], self.length[at]
-        if not at.numel():
-            return Lists(begin, length, {name: column[:0] for name, column in self.values.items()})
-        low, high = int(begin.min()), int((begin + length).max())
+        low = int(begin.min()) if at.size else 0
+        high = int((begin + length).max()) if at.size else 0
         return Lists(begin - low, length, {name: column[low:high] for name, column in self.values.items()})
 
 
@@ -39,31 +41,30 @@ class Part:
     """Decoded rows.
 
     Args:
-        origin: ``[rows]`` int64 numbers of the rows in their split.
+        origin: ``[rows]`` numbers of the rows in their split.
         scalars: ``{column: [rows, ...]}``, named by ``(role, name)``: ``("id", "item")``, ``("label", "ctr")``, ...
         lists: ``{group: Lists}``; a multi-valued id is a group of its own.
-        tokens: ``[rows]`` int64 events of all histories.
-        pairs: ``[rows]`` int64 sum of the squares of their lengths.
+        tokens: ``[rows]`` events of all histories.
+        pairs: ``[rows]`` sum of the squares of their lengths.
     """
 
-    origin: Tensor
-    scalars: dict[tuple[str, str], Tensor]
+    origin: Ints
+    scalars: dict[tuple[str, str], Column]
     lists: dict[str, Lists]
     tokens: Ints
     pairs: Ints
 
     @property
     def rows(self) -> int:
-        return self.origin.numel()
+        return self.origin.size
 
     def take(self, rows: Ints) -> "Part":
         """Only these rows, which ascend; values of lists are shared, not copied."""
         if rows.size == self.rows:
             return self
-        at = torch.from_numpy(rows)
-        lists = {name: group.take(at) for name, group in self.lists.items()}
-        scalars = {name: column.index_select(0, at) for name, column in self.scalars.items()}
-        return Part(self.origin[at], scalars, lists, self.tokens[rows], self.pairs[rows])
+        lists = {name: group.take(rows) for name, group in self.lists.items()}
+        scalars = {name: column[rows] for name, column in self.scalars.items()}
+        return Part(self.origin[rows], scalars, lists, self.tokens[rows], self.pairs[rows])
 
 
 def join(parts: Sequence[Part]) -> Part:
@@ -72,8 +73,8 @@ def join(parts: Sequence[Part]) -> Part:
     if len(parts) == 1:
         return first
     return Part(
-        torch.cat([p.origin for p in parts]),
-        {name: torch.cat([p.scalars[name] for p in parts]) for name in first.scalars},
+        np.concatenate([p.origin for p in parts]),
+        {name: np.concatenate([p.scalars[name] for p in parts]) for name in first.scalars},
         {name: _join_lists([p.lists[name] for p in parts]) for name in first.lists},
         np.concatenate([p.tokens for p in parts]),
         np.concatenate([p.pairs for p in parts]),
@@ -84,6 +85,6 @@ def _join_lists(groups: Sequence[Lists]) -> Lists:
     begins, base = [], 0
     for group in groups:
         begins.append(group.begin + base)
-        base += next(iter(group.values.values())).shape[0]
-    values = {name: torch.cat([group.values[name] for group in groups]) for name in groups[0].values}
-    return Lists(torch.cat(begins), torch.cat([group.length for group in groups]), values)
+        base += next(iter(group.values.values())).size
+    values = {name: np.concatenate([group.values[name] for group in groups]) for name in groups[0].values}
+    return Lists(np.concatenate(begins), np.concatenate([group.length for group in groups]), values)

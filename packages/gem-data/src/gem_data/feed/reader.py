@@ -80,7 +80,7 @@ class Reader:
             if rows.size:
                 parts.append(self._unit(piece.unit).take(rows))
         part = join(parts) if parts else self._unit(asked.pieces[0].unit if asked.pieces else 0).take(np.zeros(0, np.int64))
-        order = np.arange(part.rows) if seed is None else np.argsort(shuffle_keys(part.origin.numpy(), seed, epoch), kind="stable")
+        order = np.arange(part.rows) if seed is None else np.argsort(shuffle_keys(part.origin, seed, epoch), kind="stable")
         skipped = _done_batches(asked.sizes, part.rows)
         return Window(part, order, asked.sizes[skipped:], asked.globals[skipped:])
 
