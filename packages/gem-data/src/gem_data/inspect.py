@@ -18,13 +18,14 @@ VOCABULARY_UP_TO = 1_000
 
 @dataclass(frozen=True)
 class Proposal:
-    """``verdicts`` holds one entry a column, in the order of the file."""
+    """``verdicts`` holds one entry a column, in the order of the file; ``dropped`` counts the lines that are no rows, by reason."""
 
     schema: Schema
     verdicts: Mapping[str, Verdict]
     types: Mapping[str, pa.DataType]
     rows: int
     dialect: Dialect | None
+    dropped: Mapping[str, int]
 
 
 def inspect(
@@ -42,7 +43,7 @@ def inspect(
     if not text:
         return propose(scan(path, format=format), rows)
     dialect = sniff(place, encoding=encoding, separator=separator, columns=names)
-    opened = scan(path, format="csv", separator=dialect.separator, encoding=dialect.encoding, header=dialect.columns or True)
+    opened = scan(path, format="csv", separator=dialect.separator, encoding=dialect.encoding, header=dialect.columns or True, bad_lines="drop")
     return propose(opened, rows, dialect)
 
 
@@ -61,7 +62,7 @@ def propose(opened: Scan, rows: int, dialect: Dialect | None = None) -> Proposal
     table = pa.Table.from_batches(held, opened.schema)
     columns = {name: Column(name, table[name].combine_chunks()) for name in table.column_names}
     verdicts = judge(columns)
-    return Proposal(_schema(columns, verdicts), verdicts, {name: c.type for name, c in columns.items()}, count, dialect)
+    return Proposal(_schema(columns, verdicts), verdicts, {name: c.type for name, c in columns.items()}, count, dialect, dict(opened.dropped))
 
 
 def _schema(columns: Mapping[str, Column], verdicts: Mapping[str, Verdict]) -> Schema:

@@ -37,6 +37,8 @@ def inspect_command(
     console = Console()
     for reason in found.dialect.why if found.dialect else ():
         console.print(reason, markup=False)
+    for reason, count in found.dropped.items():
+        console.print(f"left aside: {count} ({reason})", markup=False)
     table = Table("COLUMN", "TYPE", "KIND", "WHY", box=None, title=f"first {found.rows} rows", title_justify="left")
     for name, verdict in found.verdicts.items():
         table.add_row(*(_plain(text) for text in (name, str(found.types[name]), verdict.kind, verdict.why)))

@@ -1,0 +1,110 @@
+"""gem data convert: every row is written or counted, and nothing half-written stays."""
+
+import gzip
+import random
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from typer.testing import CliRunner
+
+from gem_core.spec import GemError, MachineError, RequestError, RunFailed
+from gem_data.cli import app
+from gem_data.cli.convert import unescaped
+from gem_data.convert import Converted, convert
+from gem_data.formats import scan
+
+
+def run(*arguments: object) -> str:
+    result = CliRunner().invoke(app, ["convert", *map(str, arguments)])
+    if isinstance(result.exception, GemError):
+        raise result.exception
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def test_rows_in_are_rows_out_and_rows_dropped_by_reason(tmp_path: Path) -> None:
+    rng = random.Random(0)
+    lines = [f"{k},{k * 2}" if rng.random() < 0.8 else rng.choice(["", f"{k}", f"{k},1,2"]) for k in range(50_000)]
+    (tmp_path / "in.csv").write_text("a,b\n" + "\n".join(lines) + "\n")
+    done = convert(scan(tmp_path / "in.csv", bad_lines="drop", batch_rows=16_384), tmp_path / "out.parquet")
+    good = [line for line in lines if line.count(",") == 1]
+    blank = lines.count("")
+    assert done == Converted(read=50_000, written=len(good), dropped={"ragged line": len(lines) - len(good) - blank, "blank line": blank})
+    assert pq.read_table(tmp_path / "out.parquet")["a"].to_pylist() == [int(line.split(",")[0]) for line in good]
+    assert pq.ParquetFile(tmp_path / "out.parquet").num_row_groups == -(-len(good) // 16_384)
+
+
+def test_the_command_reads_parts_of_any_kind_and_prints_the_account(tmp_path: Path) -> None:
+    (tmp_path / "day_0").write_bytes(gzip.compress("1::é::5^7\n2::b\n3::c::\n".encode("latin-1")))
+    (tmp_path / "day_1").write_bytes("4::NULL::8\n\n".encode("latin-1"))
+    out = tmp_path / "out.parquet"
+    options = ["--names", "id,word,clicks", "--list", "clicks=^", "--type", "clicks=int64", "--missing", "NULL", "--bad-lines", "drop"]
+    printed = run(tmp_path / "day_0", tmp_path / "day_1", out, "--separator", "::", "--encoding", "latin-1", *options)
+    assert f"{out}: 5 rows in = 3 rows out + 1 dropped (ragged line) + 1 dropped (blank line)" in printed.replace("\n", " ").replace("  ", " ")
+    assert "clicks: list<" in printed
+    assert pq.read_table(out).to_pydict() == {"id": [1, 3, 4], "word": ["é", "c", None], "clicks": [[5, 7], None, [8]]}
+
+
+def test_separators_may_be_written_with_a_backslash(tmp_path: Path) -> None:
+    (tmp_path / "in.txt").write_text("a\x01b\n1\x012\n")
+    run(tmp_path / "in.txt", tmp_path / "out.parquet", "--separator", r"\x01", "--columns", "b")
+    assert pq.read_table(tmp_path / "out.parquet").to_pydict() == {"b": [2]}
+    assert [unescaped(text) for text in (r"\t", "::", "é", "\\\\", "\t")] == ["\t", "::", "é", "\\", "\t"]
+    with pytest.raises(RequestError, match="it is no text"):
+        unescaped("\\x0")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--type", "a"), "--type a: it is not COLUMN=VALUE"),
+        (("--type", "=int64"), "--type =int64: it is not COLUMN=VALUE"),
+        (("--list", "a=,", "--list", "a=;"), "--list a=;: the column is named twice"),
+        (("--type", "a=whole"), "Arrow has no type of that name"),
+        (("--bad-lines", "keep"), "the choices are error and drop"),
+        (("--format", "xls"), "the formats are csv"),
+    ],
+)
+def test_wrong_options_are_refused_and_write_nothing(tmp_path: Path, options: tuple[str, ...], message: str) -> None:
+    (tmp_path / "in.csv").write_text("a,b\n1,2\n")
+    with pytest.raises(RequestError) as caught:
+        run(tmp_path / "in.csv", tmp_path / "out.parquet", *options)
+    assert message in str(caught.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["in.csv"]
+
+
+def test_a_bad_row_leaves_no_file(tmp_path: Path) -> None:
+    (tmp_path / "in.csv").write_text("a,b\n" + "1,2\n" * 20_000 + "1\n")
+    with pytest.raises(RequestError, match="line 20002 has 1 fields"):
+        convert(scan(tmp_path / "in.csv"), tmp_path / "out.parquet")
+    assert [path.name for path in tmp_path.iterdir()] == ["in.csv"]
+
+
+def test_an_existing_file_and_a_folder_that_is_none_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "in.csv").write_text("a,b\n1,2\n")
+    rows = scan(tmp_path / "in.csv")
+    with pytest.raises(RequestError, match=r"in\.csv: it exists already"):
+        convert(rows, tmp_path / "in.csv")
+    with pytest.raises(MachineError, match="its folder cannot be written"):
+        convert(rows, tmp_path / "none" / "out.parquet")
+    assert (tmp_path / "in.csv").read_text() == "a,b\n1,2\n"
+
+
+def test_a_writer_that_loses_rows_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Lossy(pq.ParquetWriter):
+        def write_batch(self, batch: pa.RecordBatch) -> None:
+            super().write_batch(batch.slice(1))
+
+    monkeypatch.setattr(pq, "ParquetWriter", Lossy)
+    (tmp_path / "in.csv").write_text("a,b\n1,2\n3,4\n")
+    with pytest.raises(RunFailed, match="2 rows were read and 1 written"):
+        convert(scan(tmp_path / "in.csv"), tmp_path / "out.parquet")
+    assert [path.name for path in tmp_path.iterdir()] == ["in.csv"]
+
+
+def test_no_rows_make_a_file_without_rows(tmp_path: Path) -> None:
+    (tmp_path / "in.csv").write_text("a,b\n")
+    assert "0 rows in = 0 rows out" in run(tmp_path / "in.csv", tmp_path / "out.parquet").replace("\n", " ")
+    assert pq.read_table(tmp_path / "out.parquet").num_rows == 0
