@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from gem_core.spec import RequestError
 from gem_data.known.registry import KNOWN, known_data_set
-from gem_data.known.tables import FILE, ROW, KnownTable, find, find_any, plain, same, text, typed, whole
+from gem_data.known.tables import FILE, ROW, KnownTable, find, find_any, plain, same, taken_apart, text, typed, whole
 
 
 def table(tmp_path: Path, *files: str, **about: object) -> KnownTable:
@@ -90,6 +90,13 @@ def test_whole_refuses_what_a_cast_would_change(value: float) -> None:
     assert pl.DataFrame({"a": [1.0, None, -2.0]}).select(whole("a"))["a"].to_list() == [1, None, -2]
     with pytest.raises((pl.exceptions.PolarsError, ValueError)):
         pl.DataFrame({"a": [1.0, value]}).select(whole("a"))
+
+
+def test_lists_are_taken_apart_and_those_of_other_lengths_refused() -> None:
+    piece = pl.DataFrame({"u": [1, 2, 3, 4], "a": [[1, 2], [], None, [3]], "b": [["x", None], [], None, ["z"]]})
+    assert taken_apart(piece, ["a", "b"]).rows() == [(1, 1, "x"), (1, 2, None), (4, 3, "z")]
+    with pytest.raises(RequestError, match="differ in length"):
+        taken_apart(piece.with_columns(b=pl.Series([["x"], ["y"], [], ["z"]])), ["a", "b"])
 
 
 def test_batches_have_ordinary_arrow_types() -> None:

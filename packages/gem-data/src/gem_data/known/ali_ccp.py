@@ -11,7 +11,7 @@ import polars as pl
 
 from gem_core.spec import RequestError
 from gem_data.known.dataset import Choices, KnownDataSet, MultiId, Tables, hashed, numbers, tasks
-from gem_data.known.tables import FILE, ROW, Change, KnownTable, find, same, text
+from gem_data.known.tables import FILE, ROW, Change, KnownTable, find, same, taken_apart, text
 from gem_data.schema.declare import Schema
 
 COMMON_ONE = ("101", "121", "122", "124", "125", "126", "127", "128", "129")
@@ -31,8 +31,7 @@ def parse_features(column: str, count: str, one: Iterable[str], many: Iterable[s
 
     def parse(piece: pl.DataFrame) -> pl.DataFrame:
         rows = piece.with_row_index("at")
-        parts = rows.select("at", pl.col(column).fill_null("").str.split("\x01").alias("part")).explode("part", empty_as_null=True)
-        parts = parts.filter(pl.col("part").fill_null("") != "")
+        parts = taken_apart(rows.select("at", part=pl.col(column).str.split("\x01")), ["part"]).filter(pl.col("part") != "")
         _check_counts(rows, parts, count)
         split = pl.col("part").str.split_exact("\x02", 1).struct
         rest = pl.col("rest").str.split_exact("\x03", 1).struct

@@ -41,7 +41,7 @@ def _opener(found: Callable[[Path], list[Path]]) -> Callable[[Path, Choices], di
             "day": pl.col(FILE).str.extract(r"^day_(\d+)").cast(pl.Int32),
             "click": pl.col("click"),
             **{name: whole(name) for name in NUMBERS},
-            **{name: pl.col(name).str.to_integer(base=16, dtype=pl.Int64) for name in CATEGORIES},
+            **{name: pl.col(name).str.to_integer(base=16).cast(pl.Int64) for name in CATEGORIES},
         }
         return {"impressions": KnownTable(files=found(folder), read=read, columns=columns)}
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import polars as pl
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from gem_core.spec import RequestError
 from gem_data.formats.scan import scan
@@ -153,6 +154,21 @@ def _typed(name: str) -> tuple[str, str]:
 def same(*names: str) -> dict[str, pl.Expr]:
     """Columns that are taken as they are."""
     return {name: pl.col(name) for name in names}
+
+
+def taken_apart(piece: pl.DataFrame, lists: Sequence[str]) -> pl.DataFrame:
+    """One row for each element of the list columns, which are of equal lengths in each row; missing and empty lists give none.
+
+    Raises:
+        RequestError: the lists of a row differ in length.
+    """
+    table = piece.to_arrow()
+    parents = pc.list_parent_indices(table.column(lists[0]))
+    for name in lists[1:]:
+        if not pc.list_parent_indices(table.column(name)).equals(parents):
+            raise RequestError(f"lists {lists[0]!r} and {name!r}", "they differ in length in some row", "Give lists of equal lengths.")
+    columns = {name: pc.list_flatten(table.column(name)) if name in lists else table.column(name).take(parents) for name in table.column_names}
+    return pl.DataFrame(pl.from_arrow(pa.table(columns)))
 
 
 def whole(name: str) -> pl.Expr:

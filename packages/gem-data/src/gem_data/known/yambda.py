@@ -6,7 +6,7 @@ from typing import Any
 import polars as pl
 
 from gem_data.known.dataset import Choices, KnownDataSet, Tables, hashed, numbers, sequence, tasks
-from gem_data.known.tables import FILE, KnownTable, find, find_any
+from gem_data.known.tables import FILE, KnownTable, find, find_any, taken_apart
 from gem_data.schema.declare import Schema
 
 KINDS = {"listens": "listen", "likes": "like", "dislikes": "dislike", "unlikes": "unlike", "undislikes": "undislike"}
@@ -17,7 +17,7 @@ def _events(piece: pl.DataFrame) -> pl.DataFrame:
     """One row an event, with every column; what a file lacks is missing, and its name tells the kind of event."""
     lists = [name for name, kind in piece.schema.items() if isinstance(kind, pl.List)]
     if lists:
-        piece = piece.filter(pl.col(lists[0]).list.len() > 0).explode(lists)
+        piece = taken_apart(piece, lists)
     if "event_type" not in piece.columns:
         piece = piece.with_columns(event_type=pl.col(FILE).str.strip_suffix(".parquet").replace_strict(KINDS))
     return piece.with_columns(pl.lit(None, kind).alias(name) for name, kind in LISTEN.items() if name not in piece.columns)
