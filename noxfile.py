@@ -23,8 +23,8 @@ CONSTRAINTS = str(ROOT / "constraints" / "cpu.txt")
 METADATA = {path.parent.name: tomllib.loads(path.read_text())["project"] for path in sorted(ROOT.glob("packages/*/pyproject.toml"))}
 PACKAGES = list(METADATA)
 EACH_PACKAGE = nox.parametrize("package", [nox.param(name, id=name, tags=[name]) for name in PACKAGES])
-# torchmetrics: AUC is held against its exact mode
-TEST_TOOLS = ("pytest>=8", "pytest-timeout", "hypothesis>=6.100", "torchmetrics>=1.0.3")
+# torchmetrics and ml-dtypes: AUC and number formats are held against them
+TEST_TOOLS = ("pytest>=8", "pytest-timeout", "hypothesis>=6.100", "torchmetrics>=1.0.3", "ml-dtypes>=0.5")
 # torchrec requires the CUDA build of fbgemm by name, so it goes in without its requirements, after the fbgemm that fits this torch.
 FBGEMM = ("torch", "fbgemm-gpu-cpu", "numpy", "tensordict", "pyre-extensions", "tqdm", "torchmetrics")
 

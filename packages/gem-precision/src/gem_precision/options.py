@@ -18,3 +18,24 @@ class Bf16IslandsOptions(BaseModel):
     """Linear layers with fewer inputs or outputs than this stay in float32; 0 for none."""
     cpu: Literal["fp32", "bf16"] = "fp32"
     """What a run on a CPU computes in."""
+
+
+class LowPrecisionOptions(BaseModel):
+    """Options of ``fp8_rowwise``, ``fp8_block``, ``mxfp8``, ``mxfp4_mlp`` and ``fp8_naive``."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    high: tuple[Pattern, ...] = ()
+    """Names of modules whose linear layers stay in bfloat16, ``*`` for any text; on top of the islands."""
+    islands: tuple[Pattern, ...] | None = None
+    """Names of modules that stay in float32, as in ``bf16_islands``. Replaces the default names."""
+    small: int | None = Field(default=None, ge=0)
+    """Linear layers with fewer inputs or outputs than this stay in bfloat16; by default 128, and 0 for ``fp8_naive``."""
+    weight_grad: Literal["low", "high"] | None = None
+    """Whether weight gradients are computed from rounded operands; by default low, and high for ``mxfp4_mlp``."""
+    stochastic: bool = False
+    """Round output gradients stochastically, which keeps their mean."""
+    hadamard: bool = False
+    """Spread outliers by a random Hadamard transform of both operands of each product."""
+    cpu: Literal["fp32", "bf16"] = "fp32"
+    """What the rest of a run on a CPU computes in."""

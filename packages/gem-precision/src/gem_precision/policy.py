@@ -78,7 +78,7 @@ class Policy:
     def _reason(self, name: str, module: nn.Module) -> str | None:
         """Why ``module`` is an island, None if it is not. One that reads its children's weights without calling them is one if a child would be."""
         candidates = [(name, module)]
-        if _reads_children(module):
+        if reads_children(module):
             candidates += [(_join(name, inner), child) for inner, child in module.named_children()]
         return next((reason for where, part in candidates if (reason := self._own_reason(where, part)) is not None), None)
 
@@ -130,7 +130,7 @@ def _outside(module: nn.Module) -> tuple[str, str]:
     return "input", "has no weights and computes in the format of its input"
 
 
-def _reads_children(module: nn.Module) -> bool:
+def reads_children(module: nn.Module) -> bool:
     """Whether ``module`` hands its children's weights to a kernel: the children's ``forward`` never runs, so only the whole can be an island."""
     slots = (value for value in vars(module).values() if isinstance(value, KernelSlot))
     return isinstance(module, nn.MultiheadAttention) or any(slot.op == "norm_linear" for slot in slots)

@@ -5,6 +5,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
 import torch
+from torch import nn
 
 from gem_core.spec import PrecisionDecision, RequestError
 from gem_precision.islands import is_island, make_island
@@ -26,6 +27,10 @@ class Bf16Islands:
         self._policy = Policy(islands, small)
         self._on_cpu = cpu
         self._dtype: str | None = None
+
+    def islands(self, model: nn.Module) -> dict[str, str]:
+        """The outermost islands of a model and their reasons, by module name; changes nothing."""
+        return self._policy.find(model)
 
     def prepare(self, model: Any, device_type: str) -> Sequence[PrecisionDecision]:
         """Turn the islands' forwards to float32 in place, and return one decision for each leaf module.

@@ -1,0 +1,129 @@
+"""Linear layers whose three matrix products read low-precision operands, emulated exactly on any device.
+
+Operands are rounded to the format along the axis that each product contracts, and multiplied in a format that holds every rounded value: an element
+with a power-of-two scale has at most four significant bits, which bfloat16 and float32 keep. The result differs from that of hardware with the format
+in the order of float32 sums alone. Emulation serves quality; it is slower than bfloat16.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from gem_precision.formats import Format, Quantized, quantize
+from gem_precision.hadamard import WIDTH, rotate
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LinearRule:
+    """How a linear layer's products are computed.
+
+    Args:
+        inputs: format of the activations, in the forward product and in the weight gradient.
+        weights: format of the weights, in the forward product and in the input gradient.
+        grads: format of the output gradient, in both backward products.
+        weight_grad: whether the weight gradient is low; otherwise it is computed from the operands as they are.
+        stochastic: round gradients stochastically, without bias.
+        hadamard: seed of a random Hadamard transform of both operands along the contraction axis, None for none. Axes that are no multiple of its
+            width are left as they are.
+    """
+
+    inputs: Format
+    weights: Format
+    grads: Format
+    weight_grad: bool = True
+    stochastic: bool = False
+    hadamard: int | None = None
+
+    @property
+    def label(self) -> str:
+        """Such as ``mxfp8_e4m3``, or ``mxfp8_e4m3/mxfp8_e5m2`` where gradients differ, with ``, weight gradient high``."""
+        names = self.inputs.name if self.grads == self.inputs else f"{self.inputs.name}/{self.grads.name}"
+        return names if self.weight_grad else f"{names}, weight gradient high"
+
+
+class LowForward:
+    """The forward of a layer under a rule. An attribute of the module: class, parameters and state dict stay as they are.
+
+    Args:
+        module: the layer.
+        rule: its rule.
+        watch: told each operand before and after rounding: ``(role, original, quantized)`` with role ``inputs``, ``weights`` or ``grads``.
+    """
+
+    def __init__(self, module: nn.Linear, rule: LinearRule) -> None:
+        self.module, self.rule = module, rule
+        self.watch: Callable[[str, Tensor, Quantized], None] | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        with torch.autocast(x.device.type, enabled=False):
+            out: Tensor = _Linear.apply(x.reshape(-1, x.shape[-1]), self.module.weight, self.rule, self.watch)  # type: ignore[no-untyped-call]
+            out = out if self.module.bias is None else out + self.module.bias
+        return out.to(_asked_dtype(x)).reshape(*x.shape[:-1], out.shape[-1])
+
+
+class _Linear(torch.autograd.Function):
+    """``x w^T`` of ``[n, in]`` and ``[out, in]``, float32."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, rule: LinearRule, watch: Any) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.rule, ctx.watch = rule, watch
+        left, right = _pair(x, weight, rule)
+        return _product(_low("inputs", left, rule.inputs, rule, watch), _low("weights", right, rule.weights, rule, watch))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        x, weight = ctx.saved_tensors
+        rule: LinearRule = ctx.rule
+        dx = dw = None
+        if ctx.needs_input_grad[0]:
+            left, right = _pair(grad, weight.T, rule)
+            dx = _product(_low("grads", left, rule.grads, rule, ctx.watch), _low("weights", right, rule.weights, rule, None)).to(x.dtype)
+        if ctx.needs_input_grad[1] and not rule.weight_grad:
+            dw = (grad.float().T @ x.float()).to(weight.dtype)
+        elif ctx.needs_input_grad[1]:
+            left, right = _pair(grad.T, x.T, rule)
+            dw = _product(_low("grads", left, rule.grads, rule, None), _low("inputs", right, rule.inputs, rule, None)).to(weight.dtype)
+        return dx, dw, None, None
+
+
+def _pair(left: Tensor, right: Tensor, rule: LinearRule) -> tuple[Tensor, Tensor]:
+    """Both operands, turned by the transform where the rule asks and the axis allows."""
+    left, right = left.float(), right.float()
+    if rule.hadamard is None or left.shape[-1] % WIDTH or not left.shape[-1]:
+        return left, right
+    return rotate(left, rule.hadamard), rotate(right, rule.hadamard)
+
+
+def _low(role: str, x: Tensor, form: Format, rule: LinearRule, watch: Callable[[str, Tensor, Quantized], None] | None) -> Tensor:
+    quantized = quantize(x, form, rounding="stochastic" if role == "grads" and rule.stochastic else "nearest")
+    if watch is not None:
+        watch(role, x, quantized)
+    return quantized.dequantize()
+
+
+def _product(left: Tensor, right: Tensor) -> Tensor:
+    """``left right^T``, summed in float32. Where torch may use tf32, its ten bits hold any element, but not an element times a float scale."""
+    return left @ right.T
+
+
+def _asked_dtype(x: Tensor) -> torch.dtype:
+    """What autocast would give a linear layer here, or the input's own dtype."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+
+
+def rule_of(module: nn.Module) -> LinearRule | None:
+    """The rule that ``lower`` gave a module, None for none."""
+    forward = vars(module).get("forward")
+    return forward.rule if isinstance(forward, LowForward) else None
+
+
+def lower(module: nn.Linear, rule: LinearRule) -> None:
+    """Change a layer in place so that it computes under ``rule``. Touches no tensor."""
+    vars(module)["forward"] = LowForward(module, rule)
