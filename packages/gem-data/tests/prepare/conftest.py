@@ -1,6 +1,7 @@
 """A tiny shop: a log of impressions, purchases, and preparations of them."""
 
 import json
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import tomli_w
 
 from gem_data.prepare import prepare
+from gem_data.splits import SplitWarning
 
 SCHEMA: dict[str, Any] = {
     "user": "user",
@@ -40,7 +42,7 @@ class Shop:
     """A folder with tables, schema and definition; ``run`` prepares it."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
+        self.folder, self.log = folder, LOG
         self.schema = json.loads(json.dumps(SCHEMA))
         self.definition = json.loads(json.dumps(DEFINITION))
         self.table("log", LOG, LOG_TYPES)
@@ -55,7 +57,10 @@ class Shop:
         return path
 
     def run(self, name: str = "out", **options: Any) -> dict[str, Any]:
-        return prepare(self.write(), self.folder / name, **options)
+        """Prepare without a word about the splits, which are too small to be good."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", SplitWarning)
+            return prepare(self.write(), self.folder / name, **options)
 
     def rows(self, split: str = "train", name: str = "out") -> list[dict[str, Any]]:
         """The rows of a split in order, shared histories given to each of their rows."""

@@ -28,9 +28,9 @@ def quote(name: str) -> str:
 
 
 def literal(value: Scalar) -> str:
-    """A value in SQL; text with quotes and backslashes is taken as it stands."""
+    """A value in SQL: text as it stands, booleans as the numbers that staged columns hold."""
     if isinstance(value, bool):
-        return "TRUE" if value else "FALSE"
+        return "1" if value else "0"
     if isinstance(value, str):
         return "'" + value.replace("'", "''") + "'"
     return f"CAST({value!r} AS DOUBLE)" if isinstance(value, float) else str(value)

@@ -1,0 +1,167 @@
+"""Raw tables: formats, types of users and times, several files, what is missing."""
+
+from datetime import datetime
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gem_core.spec import RequestError
+from gem_data.prepare.stage import seconds
+
+
+def of(unit: str, values: list[Any], kind: pa.DataType) -> tuple[list[Any], list[Any]]:
+    whole, order = seconds("log", pa.array(values, kind), unit)
+    return whole.to_pylist(), order.to_pylist()
+
+
+def test_times_are_whole_seconds_rounded_down_and_finer_digits_order() -> None:
+    assert of("s", [3, None, -1], pa.int32()) == ([3, None, -1], [3, None, -1])
+    assert of("ms", [1999, -1, 2**53 + 1], pa.int64()) == ([1, -1, (2**53 + 1) // 1000], [1999, -1, 2**53 + 1])
+    assert of("ns", [1_700_000_000_999_999_999], pa.int64())[0] == [1_700_000_000]
+    assert of("s", [1.75, float("nan"), None, -0.25, 1e300], pa.float64()) == ([1, None, None, -1, None], [1_750_000, None, None, -250_000, None])
+    assert of("ms", [1500.5], pa.float64()) == ([1], [1_500_500])
+    moment = datetime(2024, 2, 29, 12, 0, 0, 999_999)
+    assert of("ns", [moment, None], pa.timestamp("us"))[0] == [int((moment - datetime(1970, 1, 1)).total_seconds()), None]
+    assert of("s", [19_782], pa.date32())[0] == [19_782 * 86_400]
+
+
+@settings(max_examples=50, deadline=None, derandomize=True)
+@given(st.lists(st.integers(-(2**62), 2**62)), st.sampled_from([("s", 1), ("ms", 10**3), ("us", 10**6), ("ns", 10**9)]))
+def test_integer_times_are_exact_at_any_size(values: list[int], unit: tuple[str, int]) -> None:
+    assert of(unit[0], values, pa.int64())[0] == [v // unit[1] for v in values]
+
+
+def test_text_is_no_time(shop: Any) -> None:
+    shop.table("log", {"user": [1], "time": ["2024-01-01"], "item": [1], "click": [1]})
+    with pytest.raises(RequestError, match=r"table 'log': its time column holds string"):
+        shop.run()
+
+
+@pytest.mark.parametrize(("values", "shown"), [([1.0, 2.0], "double"), ([[1], [2]], "list")])
+def test_users_are_integers_or_texts(shop: Any, values: list[Any], shown: str) -> None:
+    shop.table("log", {"user": values, "time": [1, 60], "item": [1, 1], "click": [1, 1]})
+    with pytest.raises(RequestError, match=f"its user column holds {shown}"):
+        shop.run()
+
+
+@pytest.mark.parametrize("kind", [pa.int32(), pa.uint64(), pa.string(), pa.large_string(), pa.dictionary(pa.int32(), pa.string())])
+def test_case_H17_users_of_any_type_keep_their_histories(shop: Any, kind: pa.DataType) -> None:
+    big = 2**64 - 1 if kind == pa.uint64() else 7
+    users = [big, big, 2, big, 2, big] if kind in (pa.int32(), pa.uint64()) else ["u/é", "u/é", "2", "u/é", "2", "u/é"]
+    shop.table("log", {**shop.log, "user": pa.array(users, kind if not pa.types.is_dictionary(kind) else pa.string()).cast(kind)})
+    data = shop.run()
+    assert shop.column("clicks.item") == [[], [1], [], [1, 2]]
+    assert shop.column("clicks.item", "test") == [[], [1, 2]]
+    assert data["users"] == {"read": 2, "written": 2}
+    assert len(set(shop.column("_user"))) == 2
+
+
+def test_case_H18_ids_beyond_int64_survive(shop: Any) -> None:
+    ids = [10000169349117863715, 2**64 - 1, 1, 2, 3, 4]
+    shop.table("log", {**shop.log, "item": pa.array(ids, pa.uint64())})
+    shop.schema["id"][0] |= {"encode": "vocabulary"}
+    del shop.schema["id"][0]["rows"]
+    shop.schema["sequence"][0]["id"][0] |= {"encode": "vocabulary"}
+    del shop.schema["sequence"][0]["id"][0]["rows"]
+    data = shop.run()
+    items = shop.column("item")
+    assert len(set(items)) == 4 and 0 not in items
+    assert shop.column("clicks.item")[3] == [items[0], items[1]]
+    assert data["unknown"]["test"]["item"] == 2
+
+
+def test_case_H01_users_of_either_period_survive(shop: Any) -> None:
+    """Two logs, users {1, 2} and {2, 3}: an inner merge would leave user 2 only."""
+    shop.table("first", {"user": [1, 2], "time": [1, 2], "item": [1, 2], "click": [1, 1]})
+    shop.table("second", {"user": [2, 3], "time": [60, 61], "item": [3, 4], "click": [1, 0]})
+    shop.definition["tables"]["log"]["path"] = ["first.parquet", "second.parquet"]
+    data = shop.run()
+    assert [r["_user"] for split in ("train", "test") for r in shop.rows(split)] == [1, 2, 2, 3]
+    assert shop.column("clicks.item", "test") == [[2], []]
+    assert data["users"] == {"read": 3, "written": 3}
+    assert data["ledger"] == {"read": 4, "train": 2, "test": 2}
+
+
+def test_case_H15_further_columns_are_ignored_and_missing_ones_named(shop: Any) -> None:
+    shop.table("log", {**shop.log, "extra": ["x"] * 6, "kind": pa.array(["a"] * 6).dictionary_encode()}, row_group_size=2)
+    shop.definition["histories"][0]["where"].append(["kind", "==", "a"])
+    shop.run()
+    assert "extra" not in shop.rows()[0]
+    shop.definition["histories"][0]["where"].append(["colour", "==", "a"])
+    with pytest.raises(RequestError, match="lacks the columns 'colour'"):
+        shop.run("again")
+
+
+def test_text_files_are_read_as_declared(shop: Any) -> None:
+    (shop.folder / "log.txt").write_text("1|10000|1|1\n1|20000|2|1\n|20500|3|0\n2|60000|3|0\n", encoding="utf-8")
+    shop.definition["tables"]["log"] |= {"path": "log.txt", "unit": "ms"}
+    shop.definition["tables"]["log"]["scan"] = {"separator": "|", "header": ["user", "time", "item", "click"]}
+    data = shop.run()
+    assert data["ledger"] == {"read": 4, "train": 2, "test": 1, "dropped: no user": 1}
+    assert shop.column("_time") == [10, 20]
+
+
+def test_lines_dropped_while_reading_stay_in_the_ledger(shop: Any) -> None:
+    (shop.folder / "log.csv").write_text("user,time,item,click\n1,10,1,1\n1,20\n1,60,1,1\n")
+    shop.definition["tables"]["log"] |= {"path": "log.csv", "scan": {"bad_lines": "drop"}}
+    data = shop.run()
+    dropped = {name: n for name, n in data["ledger"].items() if name.startswith("dropped")}
+    assert data["ledger"]["read"] == 3
+    assert sum(dropped.values()) == 1
+    assert data["events"]["clicks"]["read"] == 3
+
+
+def test_columns_compared_across_tables_have_one_type(shop: Any) -> None:
+    shop.table("buys", {"user": ["1"], "time": [11], "item": [1]})
+    shop.definition["tables"]["buys"] = {"path": "buys.parquet", "user": "user", "time": "time"}
+    shop.definition["histories"][0] |= {"table": "buys", "where": []}
+    with pytest.raises(RequestError, match="column 'user': it is int64 in table 'log' and string in 'buys'"):
+        shop.run()
+    shop.table("buys", {"user": [1], "time": [11], "item": ["1"]})
+    shop.definition["histories"][0] |= {"table": "log"}
+    shop.definition["conversions"] = [{"task": "ctr", "table": "buys", "match": ["item"], "within": 5}]
+    with pytest.raises(RequestError, match="column 'item': it is int64 in table 'log' and string in 'buys'"):
+        shop.run()
+
+
+@pytest.mark.parametrize("condition", [["click", "==", "yes"], ["click", "in", [1, "a"]]])
+def test_numbers_are_compared_with_numbers(shop: Any, condition: list[Any]) -> None:
+    shop.definition["histories"][0]["where"] = [condition]
+    with pytest.raises(RequestError, match="column 'click' of table 'log' holds int64"):
+        shop.run()
+
+
+def test_booleans_compare_with_numbers_and_with_true(shop: Any) -> None:
+    shop.table("log", {**shop.log, "click": np.array(shop.log["click"], np.bool_)})
+    for k, value in enumerate((1, True)):
+        shop.definition["histories"][0]["where"] = [["click", "==", value]]
+        shop.run(f"out{k}")
+    first, second = (shop.rows("test", f"out{k}") for k in (0, 1))
+    assert first == second and [r["clicks.item"] for r in first] == [[], [1, 2]]
+
+
+def test_reserved_names_are_refused(shop: Any) -> None:
+    shop.definition["histories"][0]["where"] = [["gem_row", "==", 1]]
+    with pytest.raises(RequestError, match="names that begin with gem_ are taken"):
+        shop.run()
+
+
+def test_without_user_and_time_rows_stand_in_their_order(shop: Any) -> None:
+    shop.table("log", {"item": [5, 4, 3, 2, 1], "click": [0, 1, 0, 1, 0]})
+    shop.schema = {"id": [{"name": "item", "encode": "pass", "rows": 6}], "task": [{"name": "ctr", "label": "click"}]}
+    shop.definition = {
+        "schema": "schema.toml",
+        "tables": {"log": {"path": "log.parquet"}},
+        "impressions": {"table": "log"},
+        "split": {"kind": "time", "test_fraction": 0.4},
+    }
+    data = shop.run()
+    assert [list(row) for row in shop.rows()] == [["label.ctr", "mask.ctr", "item"]] * 3
+    assert shop.column("item") == [5, 4, 3]
+    assert shop.column("item", "test") == [2, 1]
+    assert data["users"] == {"read": 0, "written": 0}
+    assert "_user" not in data["cold"]
