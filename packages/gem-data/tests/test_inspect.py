@@ -120,6 +120,15 @@ def test_many_values_are_hashed_into_ten_times_as_many_rows(tmp_path: Path) -> N
     assert (item.encode, item.rows) == ("hash", 100_000)
 
 
+def test_a_history_shares_the_table_of_the_row_feature_of_its_name(tmp_path: Path) -> None:
+    lists = pa.array([list(range(k % 30)) for k in range(2000)])
+    columns = {"item": np.arange(2000) % 1500, "label": np.arange(2000) % 2, "clicks.item": lists, "clicks.shop": lists}
+    pq.write_table(pa.table(columns), tmp_path / "x.parquet")
+    schema = inspect(tmp_path / "x.parquet").schema
+    found = {key: (feature.encode, feature.rows) for key, _, feature in schema.id_columns()}
+    assert found == {"item": ("hash", 100_000), "clicks.item": ("hash", 100_000), "clicks.shop": ("vocabulary", None)}
+
+
 def test_lists_whose_names_share_no_dot_make_a_group_with_named_columns(tmp_path: Path) -> None:
     lists = pa.array([[1, 2], [3], []])
     times = pa.array([[1_600_000_000, 1_600_000_001], [1_600_000_002], []])

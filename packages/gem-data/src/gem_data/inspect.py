@@ -73,28 +73,38 @@ def _schema(columns: Mapping[str, Column], verdicts: Mapping[str, Verdict]) -> S
     for name in of("sequence"):
         groups.setdefault(verdicts[name].group, []).append(name)
     single = {role: next(iter(of(role)), None) for role in ("user", "request", "time")}
+    tables = _tables(columns, verdicts)
     return Schema(
         **single,
-        id=tuple(Id(name=name, **_encoding(columns[name])) for name in of("id")),
-        multi_id=tuple(MultiId(name=name, **_encoding(columns[name])) for name in of("multi_id")),
+        id=tuple(Id(name=name, **tables[name]) for name in of("id")),
+        multi_id=tuple(MultiId(name=name, **tables[name]) for name in of("multi_id")),
         number=tuple(Number(name=name) for name in of("number")),
         embedding=tuple(Embedding(name=name, width=columns[name].longest) for name in of("embedding")),
-        sequence=tuple(_sequence(group, {name: columns[name] for name in names}) for group, names in groups.items()),
+        sequence=tuple(_sequence(group, {name: columns[name] for name in names}, tables) for group, names in groups.items()),
         task=tuple(Task(name=name, label=name) for name in of("label")),
     )
 
 
-def _encoding(column: Column) -> dict[str, Any]:
-    """A vocabulary for few values; else a hash into ten times the values seen, since the sample shows only some of them."""
-    if column.distinct <= VOCABULARY_UP_TO:
-        return {"encode": "vocabulary"}
+def _tables(columns: Mapping[str, Column], verdicts: Mapping[str, Verdict]) -> dict[str, dict[str, Any]]:
+    """How the ids of each feature name are encoded; features of one name, in the row and in histories, share a table.
+
+    A vocabulary for few values; else a hash into ten times the values seen, since the sample shows only some of them.
+    """
+    seen: dict[str, int] = {}
+    for name, verdict in verdicts.items():
+        feature = list_name(verdict.group, name) if verdict.group else name
+        seen[feature] = max(seen.get(feature, 0), columns[name].distinct)
+    return {name: {"encode": "vocabulary"} if count <= VOCABULARY_UP_TO else {"encode": "hash", "rows": _rows(count)} for name, count in seen.items()}
+
+
+def _rows(count: int) -> int:
     rows = 1_000
-    while rows < 10 * column.distinct:
+    while rows < 10 * count:
         rows *= 10
-    return {"encode": "hash", "rows": rows}
+    return rows
 
 
-def _sequence(group: str, columns: Mapping[str, Column]) -> Sequence:
+def _sequence(group: str, columns: Mapping[str, Column], tables: Mapping[str, dict[str, Any]]) -> Sequence:
     time = next((name for name, column in columns.items() if times_of(column)), None)
     sides = {list_name(group, name): (name, column) for name, column in columns.items() if name != time}
     short = None if time is None else list_name(group, time)
@@ -107,6 +117,6 @@ def _sequence(group: str, columns: Mapping[str, Column]) -> Sequence:
         max_length=max(1, *(column.longest for column in columns.values())),
         time=short,
         time_column=time if time != f"{group}.{short}" else None,
-        id=tuple(Id(**given(side, name), **_encoding(c)) for side, (name, c) in sides.items() if not c.fractional),
+        id=tuple(Id(**given(side, name), **tables[side]) for side, (name, c) in sides.items() if not c.fractional),
         number=tuple(Number(**given(side, name)) for side, (name, c) in sides.items() if c.fractional),
     )

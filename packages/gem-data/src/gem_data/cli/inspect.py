@@ -40,6 +40,8 @@ def inspect_command(
     for reason, count in found.dropped.items():
         console.print(f"left aside: {count} ({reason})", markup=False)
     table = Table("COLUMN", "TYPE", "KIND", "WHY", box=None, title=f"first {found.rows} rows", title_justify="left")
+    for column in table.columns:
+        column.overflow = "fold"  # names are never cut
     for name, verdict in found.verdicts.items():
         table.add_row(*(_plain(text) for text in (name, str(found.types[name]), verdict.kind, verdict.why)))
     console.print(table)
