@@ -407,7 +407,9 @@ def prepared(kit: ModuleType, folder: Path, promised: int = 60) -> pa.Table:
     (folder / "schema.toml").write_text(kit.SCHEMA)
     train = [{"file": f"train/part-0000{part}.parquet", "rows": rows} for part, rows in enumerate((37, promised - 37))]
     splits = {"train": train, "test": [{"file": "test/part-00000.parquet", "rows": 10}]}
-    (folder / "data.json").write_text(json.dumps({"format": 1, "splits": splits}))
+    (folder / "data.json").write_text(
+        json.dumps({"format": 1, "splits": splits, "ledger": {"read": 75, "train": 60, "test": 10, "dropped: no label": 5}})
+    )
     return expanded
 
 
@@ -420,6 +422,7 @@ def test_a_prepared_folder_whose_rows_share_histories_by_request(kit: ModuleType
         kit.check(batch, expanded)
     assert sorted(kit.origins(batches)) == list(range(60))
     assert source.rows("test") == 10
+    assert source.ledger() == {"read": 75, "train": 60, "test": 10, "dropped: no label": 5}
 
 
 def test_a_prepared_folder_that_was_changed_is_refused(kit: ModuleType, tmp_path: Path) -> None:

@@ -132,6 +132,8 @@ class Files:
         return {}
 
     def ledger(self) -> dict[str, int]:
+        if "ledger" in self._about and not (self.options.train or self.options.test):
+            return dict(self._about["ledger"])  # of the raw data; `gem data audit` holds it against the files
         kept = {split: self.rows(split) for split in SPLITS}
         return {"read": sum(kept.values()), **kept}
 
