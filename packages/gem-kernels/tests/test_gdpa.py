@@ -18,8 +18,9 @@ from gem_core.testing import assert_as_accurate, assert_close, jagged_lengths, p
 
 pytest.importorskip("triton")
 
-from gem_kernels.ops.gdpa import launch
-from gem_kernels.ops.gdpa.limits import check
+from gem_kernels.ops import attention, host
+from gem_kernels.ops.gdpa import call, launch
+from gem_kernels.ops.limits import check_attention as check
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="these run under the interpreter; tests/gpu has the CUDA ones")
 
@@ -98,15 +99,15 @@ def test_a_view_with_a_strided_last_axis_is_copied_and_right():
 def test_case_C08_a_token_stride_whose_tile_offsets_leave_32_bits_is_copied():
     wide, near = (torch.empty_strided((3, 2, 16), (stride, 16, 1), device="meta") for stride in (2**24, 2**24 - 1))
     with patch.object(torch.Tensor, "contiguous", lambda self: "copy"):
-        assert launch._readable(wide) == ["copy"]
-        assert launch._readable(near)[0] is near
-    assert 127 * launch.MAX_TOKEN_STRIDE + 256 < 2**31
+        assert host.readable(wide) == ["copy"]
+        assert host.readable(near)[0] is near
+    assert 127 * host.MAX_TOKEN_STRIDE + 256 < 2**31
 
 
 def test_case_C09_tiles_beyond_the_grid_limit_are_strided_over():
     arguments, options = draw([3, 70, 0, 66], heads=1)
     full = results(launch.gdpa, arguments, options, list(arguments[:3]))
-    with patch.object(launch, "MAX_GRID", 3):
+    with patch.object(attention, "MAX_GRID", 3):
         capped = results(launch.gdpa, arguments, options, list(arguments[:3]))
     assert all(torch.equal(a, b) for a, b in zip(full, capped, strict=True))
 
@@ -120,7 +121,7 @@ def test_case_C09_grids_have_one_axis():
             return lambda **arguments: None
 
     names = {"forward_kernel", "query_grad_kernel", "key_grad_kernel"}
-    kernels = launch._kernels()
+    kernels = call._kernels()
     arguments, options = draw([3, 70])
     with patch.multiple(kernels, **{name: Recorder() for name in names}):
         launch.gdpa(*arguments, **options).sum().backward()
@@ -166,21 +167,10 @@ def test_nothing_to_attend_to_gives_zeros(maxima):
         assert not tensor.any()
 
 
-def test_a_shared_query_adds_its_gradient_in_runs_of_rows():
-    lengths = [3, 0, 20, 7, 1]
-    g = torch.Generator().manual_seed(1)
-    q = torch.randn(4, 2, 16, generator=g, requires_grad=True)
-    k, v = (torch.randn(sum(lengths), 2, 16, generator=g, requires_grad=True) for _ in range(2))
-    arguments, options = (q, k, v, None, offsets_of(lengths)), {"max_q": 4, "max_k": 20}
-    for runs in (1, 2, 256):
-        with patch.object(launch, "QUERY_RUNS", runs):
-            compare(arguments, options)
-
-
 def test_only_the_gradients_that_are_wanted_are_computed():
     arguments, options = draw([5, 3])
     q, k, v = arguments[:3]
-    kernels = launch._kernels()
+    kernels = call._kernels()
     for wanted, unused in ((q, "key_grad_kernel"), (v, "query_grad_kernel")):
         inputs = [t if t is wanted else t.detach() for t in (q, k, v)]
         with patch.object(kernels, unused, None):
@@ -233,7 +223,7 @@ def test_an_unknown_scale_position_is_refused():
 
 def test_cpu_tensors_without_the_interpreter_are_refused():
     arguments, options = draw([3])
-    with patch.object(launch, "_interpreted", lambda: False), pytest.raises(MachineError, match="TRITON_INTERPRET=1"):
+    with patch.object(host, "interpreted", lambda: False), pytest.raises(MachineError, match="TRITON_INTERPRET=1"):
         launch.gdpa(*arguments, **options)
 
 
@@ -244,7 +234,7 @@ def test_cpu_tensors_without_the_interpreter_are_refused():
 def test_opcheck(shared, window):
     (q, k, v, offsets, _), _ = draw([4, 7], heads=1)
     q = torch.randn(3, 1, 16, requires_grad=True) if shared else q
-    settings = (3 if shared else 7, 7, "gelu", 0.5, False, window)
+    settings = (3 if shared else 7, 7, "gelu", 0.5, False, window, "triton")
     tensors = (q, k, v, None if shared else offsets, offsets)
     opcheck(torch.ops.gem_kernels.gdpa.default, (*tensors, *settings))
     detached = tuple(t.detach() if t is not None else None for t in tensors)
@@ -256,7 +246,7 @@ def test_opcheck(shared, window):
 def test_opcheck_dense_keys():
     (q, _, _, offsets, _), _ = draw([4, 7], heads=2)
     k, v = (torch.randn(2, 5, 1, 16, requires_grad=True) for _ in range(2))
-    opcheck(torch.ops.gem_kernels.gdpa.default, (q, k, v, offsets, None, 7, 5, "silu", 1.0, True, None))
+    opcheck(torch.ops.gem_kernels.gdpa.default, (q, k, v, offsets, None, 7, 5, "silu", 1.0, True, None, "triton"))
 
 
 def test_opcheck_goes_red_on_a_wrong_shape_function():
@@ -365,7 +355,7 @@ def test_gelu_of_16_bit_inputs_stays_within_its_stated_error():
     q.requires_grad_()
     one = torch.zeros(1, 1, 16)
     one[..., 0] = 1
-    with patch.object(launch._Call, "kernel_activation", lambda self: "gelu_16bit"):
+    with patch.object(call, "kernel_activation", lambda activation, dtype: "gelu_16bit"):
         out = launch.gdpa(q, one, one, offsets_of([403]), offsets_of([1]), max_q=403, max_k=1)
         (slope,) = torch.autograd.grad(out[..., 0].sum(), [q])
     exact = x.double().requires_grad_()
@@ -375,12 +365,26 @@ def test_gelu_of_16_bit_inputs_stays_within_its_stated_error():
     assert 1e-5 < float((slope[:, 0, 0] - expected).abs().max()) < 1.9e-4
 
 
-@pytest.mark.parametrize(("dtype", "name"), [(torch.float16, "gelu_16bit"), (torch.float32, "gelu")])
-def test_only_16_bit_inputs_get_the_polynomial_gelu(dtype, name):
-    q, k, v, a, b = draw([3], dtype=dtype)[0]
-    call = launch._Call(q, k, v, a, b, 3, 3, "gelu", 1.0, False, None)
-    assert call.kernel_activation() == name
-    assert launch._Call(q, k, v, a, b, 3, 3, "silu", 1.0, False, None).kernel_activation() == "silu"
+@pytest.mark.parametrize(("dtype", "name"), [(torch.float16, "gelu_16bit"), (torch.float32, "gelu"), (torch.bfloat16, "gelu_bf16")])
+def test_each_dtype_gets_the_gelu_that_it_needs(dtype, name):
+    assert call.kernel_activation("gelu", dtype) == name
+    assert call.kernel_activation("relu", dtype) == "relu"
+
+
+def test_gelu_of_bfloat16_is_as_close_as_stated_before_the_hardware_rounds_tanh():
+    """The formula of the kernel, with an exact tanh: the kernel itself needs the hardware's."""
+    from gem_kernels.common import activations as a
+
+    u1, u3, u5 = (getattr(a, name).value for name in ("U1", "U3", "U5"))
+    x = torch.linspace(-40, 40, 16001, dtype=torch.float64)
+    t = (x * x).clamp(max=a.U_SQUARE.value)
+    u = x * (t * (t * u5 + u3) + u1)
+    value = 0.5 * x * (1 + u.tanh())
+    slope = 0.5 + 0.5 * u.tanh() + 0.5 * (1 - u.tanh() ** 2) * x * (t * (t * 5 * u5 + 3 * u3) + u1)
+    exact = x.clone().requires_grad_()
+    (true_slope,) = torch.autograd.grad(torch.nn.functional.gelu(exact).sum(), [exact])
+    assert 1e-5 < float((value - torch.nn.functional.gelu(x)).abs().max()) < 2.7e-5
+    assert float((slope - true_slope).abs().max()) < 1.2e-4
 
 
 def test_gelu_fast_is_the_polynomial_and_stays_near_gelu():

@@ -94,7 +94,7 @@ def gem_kernel_impls() -> Sequence[KernelImpl]:
             dtypes=("fp32", "bf16", "fp16"),
             min_arch=80,
             features=_GDPA_FEATURES,
-            check="gem_kernels.ops.gdpa.limits:check",
+            check="gem_kernels.ops.limits:check_attention",
             requires=("triton",),
             summary="portable Triton, forward and backward without atomics",
         ),

@@ -80,9 +80,9 @@ def tiles(layout: Layout, axis: str, block: int) -> Tiles:
         return _build(layout, axis, block)
     found = _kept.get(key)
     if found is None:
-        for old in [old for old, (owners, _) in _kept.items() if any(owner.expired() for owner in owners)]:
+        for old in [old for old, (owners, _) in _kept.items() if any(owner.expired() for owner in owners)]:  # type: ignore[no-untyped-call]
             del _kept[old]
-        owners = tuple(StorageWeakRef(offsets.untyped_storage()) for offsets in _offsets(layout))
+        owners = tuple(StorageWeakRef(offsets.untyped_storage()) for offsets in _offsets(layout))  # type: ignore[no-untyped-call]
         found = _kept[key] = owners, _build(layout, axis, block)
         if len(_kept) > KEPT:
             _kept.popitem(last=False)
@@ -151,9 +151,7 @@ def _spans(offsets: Tensor | None, layout: Layout, longest: int, tokens: int, st
 
 def _bound(layout: Layout, axis: str, block: int) -> int:
     """Most tiles that lengths of this total can make."""
-    offsets, longest, tokens = (
-        (layout.q_offsets, layout.max_q, layout.q_tokens) if axis == "q" else (layout.k_offsets, layout.max_k, layout.k_tokens)
-    )
+    offsets, longest, tokens = (layout.q_offsets, layout.max_q, layout.q_tokens) if axis == "q" else (layout.k_offsets, layout.max_k, layout.k_tokens)
     return layout.rows * -(-longest // block) if offsets is None else tokens // block + layout.rows + 1
 
 

@@ -6,11 +6,12 @@ Importing this module needs no triton; the first call does.
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from gem_core.ops.jagged_attention import flops
-from gem_kernels.ops.host import row_lengths
+from gem_kernels.ops.host import block_width, row_lengths
 from gem_kernels.ops.jagged_attention.call import Call
 
 
@@ -24,6 +25,20 @@ def triton(q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor | None, k_offsets:
         MachineError: triton is missing, or the tensors lie on the CPU and the interpreter is off.
     """
     return _attend("triton", q, k, v, q_offsets, k_offsets, **options)
+
+
+def gluon(q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor | None, k_offsets: Tensor, **options: Any) -> Tensor | tuple[Tensor, Tensor]:
+    """As ``triton``, by kernels for Hopper that copy by its copy engine and multiply by warpgroups; 16-bit dtypes, no bias.
+
+    The gradient of a shared query is the portable kernel's. A value width that is no power of two is padded.
+    """
+    missing = max(block_width(v.shape[-1]), 32) - v.shape[-1]
+    if not missing:
+        return _attend("gluon", q, k, v, q_offsets, k_offsets, **options)
+    found = _attend("gluon", q, k, F.pad(v, (0, missing)), q_offsets, k_offsets, **options)
+    if isinstance(found, tuple):
+        return found[0][..., :-missing].contiguous(), found[1]
+    return found[..., :-missing].contiguous()
 
 
 def _attend(
@@ -44,7 +59,12 @@ def _attend(
 ) -> Tensor | tuple[Tensor, Tensor]:
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     out, lse = torch.ops.gem_kernels.jagged_attention(q, k, v, q_offsets, k_offsets, bias, max_q, max_k, scale, causal, window, backend)
-    return (out, lse) if return_lse else out
+    return (out, lse.t()) if return_lse else out
+
+
+def _call(*settings: Any) -> Call:
+    names = ("q", "k", "v", "q_offsets", "k_offsets", "bias", "max_q", "max_k", "scale", "causal", "window", "backend")
+    return Call(op="jagged_attention", **dict(zip(names, settings, strict=True)))
 
 
 @torch.library.custom_op("gem_kernels::jagged_attention", mutates_args=())
@@ -62,7 +82,7 @@ def _forward(
     window: int | None,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
-    return Call(q, k, v, q_offsets, k_offsets, bias, max_q, max_k, scale, causal, window, backend).forward()
+    return _call(q, k, v, q_offsets, k_offsets, bias, max_q, max_k, scale, causal, window, backend).forward()
 
 
 @torch.library.custom_op("gem_kernels::jagged_attention_query_grad", mutates_args=())
@@ -83,8 +103,8 @@ def _query_grad(
     window: int | None,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
-    """Gradient of q, and ``delta`` ``[out_tokens, heads]`` float32, the sum of ``dout * out`` over each head."""
-    return Call(q, k, v, q_offsets, k_offsets, bias, max_q, max_k, scale, causal, window, backend).query_grad(dout, out, lse)
+    """Gradient of q, and ``delta`` ``[heads, out_tokens]`` float32, the sum of ``dout * out`` over each head."""
+    return _call(q, k, v, q_offsets, k_offsets, bias, max_q, max_k, scale, causal, window, backend).query_grad(dout, out, lse)
 
 
 @torch.library.custom_op("gem_kernels::jagged_attention_key_grad", mutates_args=())
@@ -105,7 +125,7 @@ def _key_grad(
     window: int | None,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
-    return Call(q, k, v, q_offsets, k_offsets, bias, max_q, max_k, scale, causal, window, backend).key_grad(dout, delta, lse)
+    return _call(q, k, v, q_offsets, k_offsets, bias, max_q, max_k, scale, causal, window, backend).key_grad(dout, delta, lse)
 
 
 @torch.library.custom_op("gem_kernels::jagged_attention_bias_grad", mutates_args=())
@@ -126,7 +146,7 @@ def _bias_grad(
     window: int | None,
     backend: str,
 ) -> Tensor:
-    return Call(q, k, v, q_offsets, k_offsets, bias, max_q, max_k, scale, causal, window, backend).bias_grad(dout, delta, lse)
+    return _call(q, k, v, q_offsets, k_offsets, bias, max_q, max_k, scale, causal, window, backend).bias_grad(dout, delta, lse)
 
 
 def _out_tokens(q: Tensor, q_offsets: Tensor | None, k_offsets: Tensor) -> int:
@@ -136,7 +156,7 @@ def _out_tokens(q: Tensor, q_offsets: Tensor | None, k_offsets: Tensor) -> int:
 @_forward.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor | None, k_offsets: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     tokens = _out_tokens(q, q_offsets, k_offsets)
-    return q.new_empty((tokens, q.shape[1], v.shape[-1])), q.new_empty((tokens, q.shape[1]), dtype=torch.float32)
+    return q.new_empty((tokens, q.shape[1], v.shape[-1])), q.new_empty((q.shape[1], tokens), dtype=torch.float32)
 
 
 @_query_grad.register_fake

@@ -3,14 +3,14 @@
 With s = scale q kᵀ + bias over the keys that a query sees, lse = log Σ exp(s), p = exp(s - lse): out = p v. Backward, with delta = Σ do · out:
 dv = pᵀ do, ds = p (do vᵀ - delta), dq = scale ds k, dk = scale dsᵀ q, dbias = ds. Scores are kept in powers of two: exp2 is what the hardware has.
 
-Programs stride over the tiles of a list of ``gem_kernels.common.schedule`` times the heads; ``*_token``, ``*_head`` are strides in elements; outputs
-and ``dout`` are contiguous; ``lse`` and ``delta`` are ``[out_tokens, heads]`` float32. Compile-time arguments are in capitals. ``SHARED``: one query for
-all rows, whose outputs and gradients lie row after row.
+Programs stride over the tiles of a list of ``gem_kernels.common.schedule`` times the heads; ``*_token``, ``*_head`` are strides in elements;
+outputs and ``dout`` are contiguous; ``lse`` and ``delta`` are ``[heads, out_tokens]``
+float32. Compile-time arguments are in capitals. ``SHARED``: one query for all rows, whose outputs and gradients lie row
+after row.
 """
 
 # Kernels are compiled from their source: they carry no types, and branches on compile-time values keep their form.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
-# ruff: noqa: SIM108
 
 import math
 
@@ -22,7 +22,7 @@ LOG2_E = tl.constexpr(math.log2(math.e))
 LN_2 = tl.constexpr(math.log(2.0))
 LOWEST = tl.constexpr(-8.5e37)
 """A quarter of the lowest float32: a finite bias never becomes infinite, whatever is added."""
-_VARYING = ["rows", "window", "max_q", "max_k", "tiles", "tiles_q", "tiles_k"]
+_VARYING = ["rows", "out_tokens", "q_tokens", "k_tokens", "window", "max_q", "max_k", "tiles"]
 
 
 @triton.jit
@@ -45,21 +45,21 @@ def _load_bias(bias, queries, keys, q_used, k_used, stride_q, stride_k):
 
 
 @triton.jit
-def _load_column(base, first, count, stride, other, ROWS: tl.constexpr):
+def _load_column(base, first, count, other, ROWS: tl.constexpr):
     r = tl.arange(0, ROWS)
-    return tl.load(base + (first + r) * stride, mask=first + r < count, other=other)
+    return tl.load(base + first + r, mask=first + r < count, other=other)
 
 
 @triton.jit
-def _load_lse(base, first, count, stride, ROWS: tl.constexpr):
+def _load_lse(base, first, count, ROWS: tl.constexpr):
     """Log-sum-exp as an exponent of two; infinity where there is none, so that every weight is 0."""
-    lse = _load_column(base, first, count, stride, float("-inf"), ROWS)
+    lse = _load_column(base, first, count, float("-inf"), ROWS)
     return tl.where(lse == float("-inf"), float("inf"), lse * LOG2_E)
 
 
 @triton.jit(do_not_specialize=_VARYING)
 def forward_kernel(
-    q, k, v, bias, out, lse, records, count, rows, heads, scale, window,
+    q, k, v, bias, out, lse, records, count, rows, heads, out_tokens, scale, window,
     q_token, q_head, k_token, k_head, v_token, v_head, bias_row, bias_head, bias_q, bias_k,
     GROUP: tl.constexpr, DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BIAS: tl.constexpr, SHARED: tl.constexpr, PRECISION: tl.constexpr,
@@ -100,12 +100,12 @@ def forward_kernel(
         sums = tl.where(some, (top + tl.log2(tl.where(some, total, 1.0))) * LN_2, float("-inf"))
         out_start = row * q_used if SHARED else q_start
         store_rows(out + head * V_DIM + out_start * out_token, acc, first, q_length, out_token, BLOCK_M, V_DIM, BLOCK_V)
-        tl.store(lse + head + (out_start + queries) * heads, sums, mask=queries < q_length)
+        tl.store(lse + head * out_tokens + out_start + queries, sums, mask=queries < q_length)
 
 
 @triton.jit(do_not_specialize=_VARYING)
 def query_grad_kernel(
-    q, k, v, bias, out, lse, dout, dq, delta, records, count, rows, heads, scale, window,
+    q, k, v, bias, out, lse, dout, dq, delta, records, count, rows, heads, out_tokens, scale, window,
     q_token, q_head, k_token, k_head, v_token, v_head, bias_row, bias_head, bias_q, bias_k,
     GROUP: tl.constexpr, DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BIAS: tl.constexpr, SHARED: tl.constexpr, PRECISION: tl.constexpr,
@@ -123,7 +123,7 @@ def query_grad_kernel(
         do_tile = load_rows(dout + out_base, first, q_used, out_token, BLOCK_M, V_DIM, BLOCK_V)
         o_tile = load_rows(out + out_base, first, q_used, out_token, BLOCK_M, V_DIM, BLOCK_V)
         deltas = tl.sum(do_tile.to(tl.float32) * o_tile.to(tl.float32), 1)
-        sums = _load_lse(lse + head + out_start * heads, first, q_used, heads, BLOCK_M)
+        sums = _load_lse(lse + head * out_tokens + out_start, first, q_used, BLOCK_M)
         k_base = k + head // GROUP * k_head + k_start * k_token
         v_base = v + head // GROUP * v_head + k_start * v_token
         queries = first + tl.arange(0, BLOCK_M)
@@ -142,12 +142,12 @@ def query_grad_kernel(
             ds = tl.exp2(s - sums[:, None]) * (dp - deltas[:, None])
             acc = tl.dot(ds.to(k_tile.dtype), k_tile, acc, input_precision=PRECISION)
         store_rows(dq + head * DIM + out_start * dq_token, acc * scale, first, q_length, dq_token, BLOCK_M, DIM, BLOCK_D)
-        tl.store(delta + head + (out_start + queries) * heads, deltas, mask=queries < q_length)
+        tl.store(delta + head * out_tokens + out_start + queries, deltas, mask=queries < q_length)
 
 
 @triton.jit(do_not_specialize=_VARYING)
 def key_grad_kernel(
-    q, k, v, bias, lse, dout, delta, dk, dv, records, count, rows, heads, scale, window,
+    q, k, v, bias, lse, dout, delta, dk, dv, records, count, rows, heads, out_tokens, scale, window,
     q_token, q_head, k_token, k_head, v_token, v_head, bias_row, bias_head, bias_q, bias_k,
     GROUP: tl.constexpr, DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BIAS: tl.constexpr, SHARED: tl.constexpr, PRECISION: tl.constexpr,
@@ -175,8 +175,8 @@ def key_grad_kernel(
             for m in range(q_first, q_end, BLOCK_M):
                 q_tile = load_rows(q_base, m, q_used, q_token, BLOCK_M, DIM, BLOCK_D)
                 do_tile = load_rows(do_base, m, q_used, do_token, BLOCK_M, V_DIM, BLOCK_V)
-                sums = _load_lse(lse + head + out_start * heads, m, q_used, heads, BLOCK_M)
-                deltas = _load_column(delta + head + out_start * heads, m, q_used, heads, 0.0, BLOCK_M)
+                sums = _load_lse(lse + head * out_tokens + out_start, m, q_used, BLOCK_M)
+                deltas = _load_column(delta + head * out_tokens + out_start, m, q_used, 0.0, BLOCK_M)
                 queries = m + tl.arange(0, BLOCK_M)
                 s = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION)
                 dp = tl.dot(v_tile, tl.trans(do_tile), input_precision=PRECISION)
@@ -195,7 +195,7 @@ def key_grad_kernel(
 
 @triton.jit(do_not_specialize=_VARYING)
 def bias_grad_kernel(
-    q, k, v, bias, lse, dout, delta, dbias, q_offsets, k_offsets, rows, heads, q_tokens, k_tokens, max_q, max_k, tiles, scale, window,
+    q, k, v, bias, lse, dout, delta, dbias, q_offsets, k_offsets, rows, heads, out_tokens, q_tokens, k_tokens, max_q, max_k, tiles, scale, window,
     q_token, q_head, k_token, k_head, v_token, v_head, bias_row, bias_head, bias_q, bias_k,
     GROUP: tl.constexpr, DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, PER_ROW: tl.constexpr, PER_HEAD: tl.constexpr, PRECISION: tl.constexpr,
@@ -214,9 +214,9 @@ def bias_grad_kernel(
         bias_rows = rows if PER_ROW else 1
         first_row = matrix % bias_rows
         first_head = matrix // bias_rows
-        for member in range(0, (1 if PER_ROW else rows) * (1 if PER_HEAD else heads)):
-            head = first_head if PER_HEAD else member % heads
-            row = first_row if PER_ROW else (member if PER_HEAD else member // heads).to(tl.int64)
+        for member in range((1 if PER_ROW else rows) * (1 if PER_HEAD else heads)):
+            head = (matrix * 0) + (first_head if PER_HEAD else member % heads)
+            row = (matrix * 0) + (first_row if PER_ROW else (member if PER_HEAD else member // heads))
             k_start, k_length = row_span(k_offsets, row, k_tokens)
             k_used = tl.minimum(k_length, max_k)
             if q_offsets is None:
@@ -227,20 +227,19 @@ def bias_grad_kernel(
                 q_start, q_length = row_span(q_offsets, row, q_tokens)
                 q_used = tl.minimum(q_length, max_q)
                 out_start = q_start
-            if m < q_used:
-                if n < k_used:
-                    q_tile = load_rows(q + head * q_head + q_start * q_token, m, q_used, q_token, BLOCK_M, DIM, BLOCK_D)
-                    do_tile = load_rows(dout + head * V_DIM + out_start * out_token, m, q_used, out_token, BLOCK_M, V_DIM, BLOCK_V)
-                    k_tile = load_rows(k + head // GROUP * k_head + k_start * k_token, n, k_used, k_token, BLOCK_N, DIM, BLOCK_D)
-                    v_tile = load_rows(v + head // GROUP * v_head + k_start * v_token, n, k_used, v_token, BLOCK_N, V_DIM, BLOCK_V)
-                    sums = _load_lse(lse + head + out_start * heads, m, q_used, heads, BLOCK_M)
-                    deltas = _load_column(delta + head + out_start * heads, m, q_used, heads, 0.0, BLOCK_M)
-                    s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
-                    dp = tl.dot(do_tile, tl.trans(v_tile), input_precision=PRECISION)
-                    bias_tile = _load_bias(bias + row * bias_row + head * bias_head, queries[:, None], keys[None, :], q_used, k_used, bias_q, bias_k)
-                    distance = (queries + (k_used - q_used))[:, None] - keys[None, :]
-                    s = _scores(s, distance, keys[None, :], k_used, scale, window, bias_tile, CAUSAL, WINDOW, True)
-                    acc += tl.exp2(s - sums[:, None]) * (dp - deltas[:, None])
+            if (m < q_used) & (n < k_used):
+                q_tile = load_rows(q + head * q_head + q_start * q_token, m, q_used, q_token, BLOCK_M, DIM, BLOCK_D)
+                do_tile = load_rows(dout + head * V_DIM + out_start * out_token, m, q_used, out_token, BLOCK_M, V_DIM, BLOCK_V)
+                k_tile = load_rows(k + head // GROUP * k_head + k_start * k_token, n, k_used, k_token, BLOCK_N, DIM, BLOCK_D)
+                v_tile = load_rows(v + head // GROUP * v_head + k_start * v_token, n, k_used, v_token, BLOCK_N, V_DIM, BLOCK_V)
+                sums = _load_lse(lse + head * out_tokens + out_start, m, q_used, BLOCK_M)
+                deltas = _load_column(delta + head * out_tokens + out_start, m, q_used, 0.0, BLOCK_M)
+                s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
+                dp = tl.dot(do_tile, tl.trans(v_tile), input_precision=PRECISION)
+                bias_tile = _load_bias(bias + row * bias_row + head * bias_head, queries[:, None], keys[None, :], q_used, k_used, bias_q, bias_k)
+                distance = (queries + (k_used - q_used))[:, None] - keys[None, :]
+                s = _scores(s, distance, keys[None, :], k_used, scale, window, bias_tile, CAUSAL, WINDOW, True)
+                acc += tl.exp2(s - sums[:, None]) * (dp - deltas[:, None])
         # dbias is contiguous, [bias rows, bias heads, max_q, max_k].
         base = dbias + (first_row * (heads if PER_HEAD else 1) + first_head) * max_q.to(tl.int64) * max_k
         inside = (queries < max_q)[:, None] & (keys < max_k)[None, :]

@@ -1,0 +1,112 @@
+"""What the calls of ``jagged_attention`` and ``gdpa`` share: their rows and heads, tile lists, and the launch of a Triton kernel over one."""
+
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gem_core.ops.dispatch import cuda_arch
+from gem_kernels.common.schedule import Layout, Tiles, programs, tiles
+from gem_kernels.ops.gdpa.configs import INTERPRETER, Config, Key, block_width, config_key
+from gem_kernels.ops.host import MAX_GRID, check_call, interpreted, precision, readable
+from gem_kernels.ops.limits import MAX_WIDTH
+
+TRITON_RESIDENT = 2
+"""Programs of a portable kernel that an SM holds, about; it only sizes the grid when SMs are reserved."""
+
+
+@dataclass(slots=True, kw_only=True)
+class AttentionCall:
+    """One call. Dense keys become packed ones; what a kernel cannot step over is copied.
+
+    Args:
+        op: name of the op, for messages.
+        q: ``[q_tokens, heads, dim]``.
+        k: ``[k_tokens, kv_heads, dim]`` or ``[rows, keys, kv_heads, dim]``.
+        v: as ``k``, with its own last size.
+        q_offsets: int64 ``[rows + 1]``, or None for a query that all rows share.
+        k_offsets: int64 ``[rows + 1]``, or None for dense keys.
+        max_q: longest row of queries.
+        max_k: longest row of keys.
+        scale: factor on the scores.
+        window: largest distance between a query and a key it sees, or None.
+        causal: whether a query sees keys up to its own position only.
+        activation: ``softmax``, or the name of an activation of ``gem_kernels.common.activations``.
+        scale_after: whether the factor comes after the activation.
+    """
+
+    op: str
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    q_offsets: Tensor | None
+    k_offsets: Tensor | None
+    max_q: int
+    max_k: int
+    scale: float
+    window: int | None
+    causal: bool = False
+    activation: str = "softmax"
+    scale_after: bool = False
+    bias: Tensor | None = None
+    rows: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        width = max(self.q.shape[-1], self.v.shape[-1])
+        check_call(self.op, self.q, (self.k, self.v, self.bias), width=width, limit=MAX_WIDTH)
+        self.rows = self.k.shape[0] if self.k_offsets is None else self.k_offsets.shape[0] - 1
+        if self.k_offsets is None:
+            self.k, self.v = self.k.flatten(0, 1), self.v.flatten(0, 1)
+        self.q, self.k, self.v = readable(self.q, self.k, self.v)
+
+    @property
+    def heads(self) -> int:
+        return self.q.shape[1]
+
+    @property
+    def kv_heads(self) -> int:
+        return self.k.shape[1]
+
+    @property
+    def shared(self) -> bool:
+        return self.q_offsets is None
+
+    @property
+    def out_tokens(self) -> int:
+        return self.q.shape[0] * (self.rows if self.shared else 1)
+
+    def nothing_to_do(self) -> bool:
+        """No query finds a key: outputs and gradients are zeros."""
+        return 0 in (self.rows, self.max_q, self.max_k, self.q.shape[0], self.k.shape[0])
+
+    def tiles(self, axis: str, block: int) -> Tiles:
+        layout = Layout(self.q_offsets, self.k_offsets, self.rows, self.max_q, self.max_k, self.q.shape[0], self.k.shape[0], self.q.device)
+        return tiles(layout, axis, block)
+
+    def key(self, direction: str) -> Key:
+        """The bucketed facts that a configuration depends on."""
+        length = self.max_k if direction == "key_grad" else self.max_q
+        arch = None if interpreted() else cuda_arch(self.q.device.index or 0)
+        return config_key(direction, dim=self.q.shape[-1], v_dim=self.v.shape[-1], itemsize=self.q.element_size(), max_length=length, arch=arch)
+
+    def over_tiles(self, kernel: Any, direction: str, config: Config, **arguments: Any) -> None:
+        """Launch a kernel over the tiles of its direction, times the heads."""
+        axis, block, heads = ("k", config.block_n, self.kv_heads) if direction == "key_grad" else ("q", config.block_m, self.heads)
+        found = self.tiles(axis, block)
+        grid = programs(found.bound * heads, TRITON_RESIDENT, self.q.device)
+        self.launch(kernel, config, grid, records=found.records, count=found.count, SHARED=self.shared, **arguments)
+
+    def launch(self, kernel: Any, config: Config, grid: int, **arguments: Any) -> None:
+        """Launch a portable kernel. The grid has one axis; programs stride over what it cannot hold."""
+        dim, v_dim = self.q.shape[-1], self.v.shape[-1]
+        config = INTERPRETER if interpreted() else config
+        with nullcontext() if self.q.device.type == "cpu" else torch.cuda.device(self.q.device):
+            kernel[(max(min(grid, MAX_GRID), 1),)](
+                q=self.q, k=self.k, v=self.v, heads=self.heads, scale=self.scale, window=self.window or 0,
+                q_token=self.q.stride(0), q_head=self.q.stride(1), k_token=self.k.stride(0), k_head=self.k.stride(1),
+                v_token=self.v.stride(0), v_head=self.v.stride(1), GROUP=self.heads // self.kv_heads, DIM=dim, V_DIM=v_dim,
+                BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_D=block_width(dim), BLOCK_V=block_width(v_dim),
+                WINDOW=self.window is not None, PRECISION=precision(self.q), num_warps=config.warps, num_stages=config.stages, **arguments,
+            )  # fmt: skip
