@@ -8,16 +8,20 @@ import numpy as np
 import polars as pl
 import pyarrow.parquet as pq
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from gem_core.spec import RequestError
+from gem_data.audit import audit
 from gem_data.cli import app
 from gem_data.generate import bounds, writer
-from gem_data.generate.bounds import score_bounds
+from gem_data.generate.bounds import WITH, score_bounds
 from gem_data.generate.world import World
 from gem_data.generate.writer import write_folder
 from gem_data.options import GeneratedOptions
 from gem_data.schema.files import read_schema
+from gem_data.sources.files import load as load_files
+from gem_data.sources.generated import load as load_generated
 
 SMALL: dict[str, Any] = {"rows": 3000, "test_rows": 1001, "users": 300, "items": 200, "categories": 5, "history_length": 20}
 
@@ -47,18 +51,18 @@ def test_the_folder_holds_the_rows_of_the_source(tmp_path: Path, candidates: int
     for split, count in (("train", 3000), ("test", 1001)):
         found, rows = read(tmp_path / "out", split), World(options).rows(split, np.arange(count))
         assert len(list((tmp_path / "out" / split).glob("part-?????.parquet"))) > 1
-        assert np.array_equal(found["timestamp"].to_numpy(), rows.requests.time[rows.request])
-        assert np.array_equal(found["user_id"].to_numpy(), rows.requests.user[rows.request])
+        assert np.array_equal(found["_time"].to_numpy(), rows.requests.time[rows.request])
+        assert np.array_equal(found["_user"].to_numpy(), rows.requests.user[rows.request])
         assert np.array_equal(found["item"].to_numpy(), rows.item + 1)
-        assert np.array_equal(found["click"].to_numpy() == 1, rows.clicked)
-        assert np.array_equal(found["conversion_mask"].to_numpy(), rows.closed)
-        assert np.array_equal(found["conversion_delay"].fill_null(-1).to_numpy(), rows.delay)
+        assert np.array_equal(found["label.ctr"].to_numpy() == 1, rows.clicked)
+        assert np.array_equal(found["mask.cvr"].to_numpy(), rows.closed)
+        assert np.array_equal(found["delay.cvr"].fill_null(-1).to_numpy(), rows.delay)
         assert np.array_equal(found["click_probability"].to_numpy(), rows.click)
         lengths = np.diff(rows.histories.offsets)[rows.request]
         assert np.array_equal(found["history.item"].list.len().to_numpy(), lengths)
         whole = [rows.histories.time[a:b] for a, b in zip(rows.histories.offsets[:-1], rows.histories.offsets[1:], strict=True)]
         assert [time for times in found["history.time"].to_list() for time in times] == np.concatenate([whole[r] for r in rows.request]).tolist()
-        assert found["request_id"].n_unique() == -(-count // candidates)
+        assert found["_request"].n_unique() == -(-count // candidates)
 
 
 def test_schema_ledger_and_bounds_of_the_folder(tmp_path: Path) -> None:
@@ -74,14 +78,47 @@ def test_schema_ledger_and_bounds_of_the_folder(tmp_path: Path) -> None:
     assert data["definition"]["options"] == GeneratedOptions(**SMALL).model_dump()
     columns = ("click_probability", "click_probability_without_history", "conversion_probability")
     recomputed = score_bounds(*(frame[name].to_numpy() for name in columns))
-    assert recomputed == found == json.loads((tmp_path / "out" / "bounds.json").read_text())
+    assert recomputed == found == data["baselines"]
+
+
+@pytest.mark.parametrize("candidates", [1, 4])
+def test_the_audit_of_prepared_folders_holds(tmp_path: Path, candidates: int) -> None:
+    write_folder(GeneratedOptions(**SMALL, candidates=candidates), tmp_path / "out")
+    data = audit(tmp_path / "out")
+    assert data["leakage"]["history"] > 1000
+    assert data["labels"]["test"]["cvr"]["observed"] == data["labels"]["test"]["ctr"]["positive"] > data["labels"]["test"]["cvr"]["positive"] > 0
+
+
+@pytest.mark.parametrize("candidates", [1, 4])
+def test_the_source_files_yields_what_the_source_generated_yields(tmp_path: Path, candidates: int) -> None:
+    options = {**SMALL, "candidates": candidates}
+    write_folder(GeneratedOptions(**options), tmp_path / "out")
+    folder, direct = load_files(path=tmp_path / "out"), load_generated(**options)
+    assert folder.schema() == direct.schema()
+    for split in ("train", "test"):
+        for found, want in zip(folder.batches(split, batch_size=700), direct.batches(split, batch_size=700), strict=True):
+            assert found.rows == want.rows
+            for key in direct.schema().all_id_features():
+                assert torch.equal(found.ids[key].values, want.ids[key].values), key
+                assert torch.equal(found.ids[key].offsets, want.ids[key].offsets), key
+            for name in ("number_1", "number_2"):
+                assert torch.equal(found.dense[name], want.dense[name])
+            assert torch.equal(found.event_time["history"], want.event_time["history"])
+            assert torch.equal(found.labels["ctr"], want.labels["ctr"])
+            observed = want.masks["cvr"]
+            assert torch.equal(found.masks["cvr"], observed)
+            assert torch.equal(found.labels["cvr"][observed], want.labels["cvr"][observed])
+            assert found.time is not None
+            assert found.groups is not None
+            assert torch.equal(found.time, want.time)  # type: ignore[arg-type]
+            assert torch.equal(found.groups, want.groups)  # type: ignore[arg-type]
 
 
 def test_without_conversions_there_is_no_such_column(tmp_path: Path) -> None:
     found = write_folder(GeneratedOptions(**SMALL, conversion=False), tmp_path / "out")
-    assert list(found["with history"]) == ["ctr"]
+    assert list(found[WITH]) == ["ctr"]
     assert [task.name for task in read_schema(tmp_path / "out" / "schema.toml").task] == ["ctr"]
-    assert not [name for name in read(tmp_path / "out", "train").columns if name.startswith("conversion")]
+    assert not [name for name in read(tmp_path / "out", "train").columns if "cvr" in name or name.startswith("conversion")]
 
 
 def test_row_groups_are_no_larger_than_agreed(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from gem_core.spec import RequestError, Shard
 from gem_data.generate import bounds as bounds_module
-from gem_data.generate.bounds import bounds, chunks
+from gem_data.generate.bounds import WITH, WITHOUT, bounds, chunks
 from gem_data.generate.world import DAY, START, Rows, World, interest_posterior
 from gem_data.options import GeneratedOptions
 from gem_data.score import ne, sigmoid
@@ -174,23 +174,23 @@ def test_both_probabilities_are_calibrated_in_every_part_of_the_data() -> None:
 
 def test_the_bound_without_histories_is_worse_and_equal_where_histories_say_nothing() -> None:
     found = bounds(independent().world, "test")
-    best, blind = found["with history"]["ctr"], found["without history"]["ctr"]
+    best, blind = found[WITH]["ctr"], found[WITHOUT]["ctr"]
     assert best["auc"] > blind["auc"] + 0.02
     assert best["ne"] < blind["ne"] - 0.02
     assert blind["ne"] < 1
-    assert found["with history"]["cvr"] == found["without history"]["cvr"]
+    assert found[WITH]["cvr"] == found[WITHOUT]["cvr"]
     mute = bounds(load(**SMALL, match=0.0).world, "test")
-    assert mute["with history"]["ctr"] == pytest.approx(mute["without history"]["ctr"])
+    assert mute[WITH]["ctr"] == pytest.approx(mute[WITHOUT]["ctr"])
 
 
 def test_the_bounds_are_what_scores_tend_to(source: Generated) -> None:
     rows = independent().world.rows("test", np.arange(40_000))
     found = bounds(independent().world, "test")
     labels = rows.clicked.astype(np.float64)
-    assert ne(labels, rows.click) == pytest.approx(found["with history"]["ctr"]["ne"], abs=0.008)
-    assert ne(labels, rows.blind) == pytest.approx(found["without history"]["ctr"]["ne"], abs=0.008)
+    assert ne(labels, rows.click) == pytest.approx(found[WITH]["ctr"]["ne"], abs=0.008)
+    assert ne(labels, rows.blind) == pytest.approx(found[WITHOUT]["ctr"]["ne"], abs=0.008)
     named = source.baselines()
-    assert named["bayes expected"]["ctr"]["ne"] < named["bayes expected without history"]["ctr"]["ne"]
+    assert named[WITH]["ctr"]["ne"] < named[WITHOUT]["ctr"]["ne"]
 
 
 def test_case_J02_lengths_from_0_to_200000() -> None:

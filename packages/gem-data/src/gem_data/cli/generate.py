@@ -22,7 +22,7 @@ def generate_command(
     settings: Annotated[list[str] | None, typer.Option("--set", help="Another option of the source `generated`, as NAME=VALUE.")] = None,
 ) -> None:
     """Write generated impressions with histories, whose best possible AUC and NE are known, as a prepared folder."""
-    from gem_data.generate.writer import BOUNDS, write_folder
+    from gem_data.generate.writer import write_folder
 
     options = _options({"rows": rows, "test_rows": test_rows, "seed": seed}, settings or [])
     console = Console(stderr=True)
@@ -34,7 +34,7 @@ def generate_command(
         for name, figures in tasks.items():
             table.add_row(bound, name, f"{figures['auc']:.4f}", f"{figures['ne']:.4f}")
     Console().print(table)
-    print(f"{options.rows} training rows and {options.test_rows} test rows in {out}; the bounds are in {BOUNDS}")
+    print(f"{options.rows} training rows and {options.test_rows} test rows in {out}")
 
 
 def _options(given: dict[str, Any], settings: list[str]) -> GeneratedOptions:

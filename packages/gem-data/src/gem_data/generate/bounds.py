@@ -9,6 +9,8 @@ from gem_data.score import expected_scores
 
 ROWS_AT_ONCE = 16_384
 EVENTS_AT_ONCE = 2_000_000
+Baselines = dict[str, dict[str, dict[str, float]]]
+WITH, WITHOUT = "bayes expected", "bayes expected without history"
 
 
 def chunks(world: World, split: str) -> Iterator[Rows]:
@@ -22,8 +24,8 @@ def chunks(world: World, split: str) -> Iterator[Rows]:
             yield world.rows(split, np.arange(piece[0] * candidates, min((piece[-1] + 1) * candidates, total)))
 
 
-def bounds(world: World, split: str) -> dict[str, dict[str, dict[str, float]]]:
-    """``{"with history" | "without history": {task: {"auc", "ne"}}}``, in expectation over the labels of the split's rows.
+def bounds(world: World, split: str) -> Baselines:
+    """``{WITH | WITHOUT: {task: {"auc", "ne"}}}``, in expectation over the labels of the split's rows.
 
     Conversions do not depend on histories, so both bounds of ``cvr`` are one. Memory: 24 bytes a row.
     """
@@ -32,12 +34,12 @@ def bounds(world: World, split: str) -> dict[str, dict[str, dict[str, float]]]:
     return score_bounds(click, blind, conversion if world.options.conversion else None)
 
 
-def score_bounds(click: np.ndarray, blind: np.ndarray, conversion: np.ndarray | None) -> dict[str, dict[str, dict[str, float]]]:
+def score_bounds(click: np.ndarray, blind: np.ndarray, conversion: np.ndarray | None) -> Baselines:
     """The bounds from the true probabilities of every row, each ``[rows]``."""
     everywhere = np.ones(click.size)
     out = {
-        "with history": {"ctr": expected_scores(click, everywhere)},
-        "without history": {"ctr": expected_scores(click, everywhere, blind)},
+        WITH: {"ctr": expected_scores(click, everywhere)},
+        WITHOUT: {"ctr": expected_scores(click, everywhere, blind)},
     }
     if conversion is not None:
         for figures in out.values():
