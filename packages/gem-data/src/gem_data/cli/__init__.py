@@ -2,6 +2,7 @@
 
 import typer
 
+from gem_data.cli.balance import balance_command
 from gem_data.cli.convert import convert_command
 from gem_data.cli.fetch import fetch_command, list_command
 from gem_data.cli.generate import generate_command
@@ -17,4 +18,5 @@ app.command("prepare")(prepare_command)
 app.command("audit")(audit_command)
 app.command("convert")(convert_command)
 app.command("inspect")(inspect_command)
+app.command("balance")(balance_command)
 app.add_typer(known_app, name="known")

@@ -3,12 +3,12 @@
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from gem_data.feed.balance import CostModel, EqualCost, bbs, lpt, spread
+from gem_data.feed.balance import CostModel, EqualCost, Floats, bbs, lpt, spread
 from gem_data.feed.part import Part
 
 log = logging.getLogger("gem_data.feed")
@@ -40,12 +40,8 @@ def by_rows(windows: Iterator[Window], balance: Balance, cost: CostModel) -> Ite
     told = balance == "none"
     for window in windows:
         plain = np.split(window.order, np.cumsum(window.sizes)[:-1]) if window.sizes else []
-        batches = plain
-        if balance != "none" and len(plain) > 1:
-            costs = cost.of(window.part.tokens, window.part.pairs)[window.order]
-            of = (bbs if balance == "bbs" else lpt)(costs, window.sizes)
-            batches = [window.order[of == i] for i in range(len(window.sizes))]
-        if not told:
+        batches = plain if balance == "none" else _balanced(window, balance, cost)
+        if not told and len(batches) > 1:
             told = True
             tell_mix(balance, cost, window.part, plain, batches)
         for rows, together in zip(batches, window.globals, strict=True):
@@ -56,6 +52,7 @@ def by_cost(windows: Iterator[Window], target: float, cost: CostModel, *, fill: 
     """Batches that cost ``target``; rows that a window has left wait for the next one."""
     cutter = EqualCost(target, fill=fill)
     parts: list[Part] = []
+    told = False
     which, rows, costs = np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0)
     coming: Window | None = next(windows, None)
     while coming is not None:
@@ -67,6 +64,9 @@ def by_cost(windows: Iterator[Window], target: float, cost: CostModel, *, fill: 
         costs = np.concatenate([costs, cost.of(part.tokens, part.pairs)[order]])
         coming = next(windows, None)
         batches = cutter.cut(costs, last=coming is None)
+        if fill and not told and len(batches) > 1:
+            told = True
+            tell_mix("cost", cost, parts[0], np.array_split(rows, len(batches)), [rows[batch] for batch in batches])
         for batch in batches:
             used = np.unique(which[batch])
             yield Planned(tuple((parts[p], rows[batch[which[batch] == p]]) for p in used.tolist()), 0)
@@ -77,17 +77,46 @@ def by_cost(windows: Iterator[Window], target: float, cost: CostModel, *, fill: 
         parts = [parts[p] for p in kept.tolist()]
 
 
+def _balanced(window: Window, balance: Balance, cost: CostModel) -> list[Ints]:
+    costs = cost.of(window.part.tokens, window.part.pairs)[window.order]
+    batch = (bbs if balance == "bbs" else lpt)(costs, window.sizes)
+    return [window.order[batch == i] for i in range(len(window.sizes))]
+
+
 def tell_mix(balance: str, cost: CostModel, part: Part, plain: Sequence[Ints], batches: Sequence[Ints]) -> None:
     """Log what balancing does to the cost, the labels and the times of the batches of a window."""
-    for name, before, after in mix(cost, part, plain, batches):
+    for name, values in _mixed(cost, part).items():
+        after, before = spread(values, batches), spread(values, plain)
         log.info("balance %s, first window: spread of %s over %d batches %.4g, without balancing %.4g", balance, name, len(batches), after, before)
 
 
-def mix(cost: CostModel, part: Part, plain: Sequence[Ints], batches: Sequence[Ints]) -> list[tuple[str, float, float]]:
-    """``(what, spread over plain batches, spread over balanced ones)`` of the mean cost, label rates and mean time of a batch."""
-    columns = {"cost a row": cost.of(part.tokens, part.pairs)}
-    columns |= {f"label rate {name}": c.astype(np.float64) for (role, name), c in part.scalars.items() if role == "label"}
-    columns |= {f"mean of {name}": c[:, 0].astype(np.float64) for (role, name), c in part.scalars.items() if role == "dense"}
+def mix_records(window: Window, cost: CostModel) -> list[dict[str, Any]]:
+    """One record a quantity, with one figure for each way of balancing.
+
+    Quantities are the slowest batch (its cost over the average, less 1), rows of a batch, and the spread over batches of the mean cost, label rates,
+    numbers and time of their rows.
+    """
+    columns = _mixed(cost, window.part)
+    ways: dict[str, list[Ints]] = {"none": np.split(window.order, np.cumsum(window.sizes)[:-1])}
+    ways |= {"bbs": _balanced(window, "bbs", cost), "lpt": _balanced(window, "lpt", cost)}
+    target = float(columns["cost"].sum()) / len(window.sizes)
+    ways["cost"] = [window.order[rows] for rows in EqualCost(target, fill=True).cut(columns["cost"][window.order], last=True)]
+    costs = {way: np.array([columns["cost"][rows].sum() for rows in batches]) for way, batches in ways.items()}
+    records: list[dict[str, Any]] = [
+        {"what": "batches", **{way: len(batches) for way, batches in ways.items()}},
+        {"what": "slowest over average - 1", **{way: float(c.max() / c.mean() - 1) for way, c in costs.items()}},
+        {"what": "spread of rows", **{way: float(np.std([rows.size for rows in batches])) for way, batches in ways.items()}},
+    ]
+    return records + [
+        {"what": f"spread of {what}", **{way: spread(values, batches) for way, batches in ways.items()}} for what, values in columns.items()
+    ]
+
+
+def _mixed(cost: CostModel, part: Part) -> dict[str, Floats]:
+    """What the mix of batches is told by, ``[rows]`` each."""
+    columns: dict[str, Floats] = {"cost": cost.of(part.tokens, part.pairs)}
+    columns |= {f"label {name}": c.astype(np.float64) for (role, name), c in part.scalars.items() if role == "label"}
+    columns |= {name: c[:, 0].astype(np.float64) for (role, name), c in part.scalars.items() if role == "dense"}
     if ("row", "time") in part.scalars:
-        columns["mean time (s)"] = part.scalars["row", "time"].astype(np.float64)
-    return [(name, spread(values, plain), spread(values, batches)) for name, values in columns.items()]
+        columns["time (s)"] = part.scalars["row", "time"].astype(np.float64)
+    return columns

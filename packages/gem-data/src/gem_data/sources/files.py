@@ -13,7 +13,7 @@ import torch
 from gem_core.batch import Batch
 from gem_core.spec import DataSchema, RequestError, Shard
 from gem_data.feed.balance import CostModel
-from gem_data.feed.batching import Planned, Window, by_cost, by_rows
+from gem_data.feed.batching import Planned, Window, by_cost, by_rows, mix_records
 from gem_data.feed.collate import Collator
 from gem_data.feed.cursor import Cursor, Trained
 from gem_data.feed.decode import Decoder
@@ -116,6 +116,13 @@ class Files:
         if split == "train" and options.batch_tokens:
             return by_cost(windows, float(options.batch_tokens), self._cost, fill=options.balance == "cost")
         return by_rows(windows, options.balance if split == "train" else "none", self._cost)
+
+    def balance_report(self, rows: int) -> list[dict[str, Any]]:
+        """How batches of the first window differ in cost and mix, plain and balanced in each way (see ``mix_records``)."""
+        units = self.units("train")
+        reader = Reader(self._files["train"], units, Decoder(self.description, encoders(self.description, self.folder)))
+        asked = next(slices(units, unit_order(len(units), 0, 0), Trained(units), batch_size=rows, shard=Shard(), window=self.options.window))
+        return mix_records(reader.window(asked, Trained(units), 0, 0), self._cost)
 
     def trained(self, batches: Sequence[Batch]) -> None:
         for batch in batches:
