@@ -109,6 +109,24 @@ def test_the_export_command_prints_the_ledger_and_the_next_step(sample: Sample, 
     assert pl.read_parquet(tmp_path / "tables" / "impressions.parquet")["purchase"].null_count() == 1
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_prepare_takes_a_known_name(sample: Sample, tmp_path: Path) -> None:
+    out = tmp_path / "rows"
+    words = ["prepare", "ali-ccp", "--path", str(sample("ali-ccp")), "--out", str(out), "--choose", "purchase_without_click=mask"]
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 0, repr(done.exception)
+    assert json.loads((out / "data.json").read_text())["ledger"]["read"] == 6
+    assert (tmp_path / "rows-tables" / "definition.toml").exists()
+    again = CliRunner().invoke(app, words)
+    assert "exists already" in str(again.exception)
+
+
+def test_a_choice_without_a_known_data_set_is_refused(tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["prepare", "definition.toml", "--out", str(tmp_path / "rows"), "--choose", "a=b"])
+    assert isinstance(done.exception, RequestError)
+    assert "--path" in str(done.exception)
+
+
 def test_a_choice_without_a_value_is_refused(sample: Sample, tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["known", "export", "ali-ccp", "--path", str(sample("ali-ccp")), "--out", str(tmp_path / "t"), "--choose", "mask"])
     assert isinstance(done.exception, RequestError)

@@ -1,6 +1,7 @@
 """``gem data known``: which public data sets are read by name, and their export."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -44,11 +45,21 @@ def export_command(
     choose: Annotated[list[str] | None, typer.Option(help="A choice of the data set, as NAME=VALUE.")] = None,
 ) -> None:
     """Write the canonical tables as Parquet, with the schema and the definition that `gem data prepare` takes."""
+    definition = write_tables(name, path, out, choose or [])
+    print(f"prepare with: gem data prepare {definition} --out FOLDER")
+
+
+def write_tables(name: str, path: Path, out: Path, choose: Sequence[str]) -> Path:
+    """Export a known data set and print what became of its rows; returns the definition that was written.
+
+    Raises:
+        RequestError: the name, a choice or a file is wrong, or ``out`` exists.
+    """
     from gem_data.known.export import export
     from gem_data.known.registry import known_data_set
 
     choices = {}
-    for choice in choose or []:
+    for choice in choose:
         key, equals, value = choice.partition("=")
         if not equals:
             raise RequestError(f"--choose {choice}", "it is not NAME=VALUE", "Write it as in --choose purchase_without_click=mask.")
@@ -68,4 +79,5 @@ def export_command(
         for what, rows in ledger.items():
             table.add_row(label, str(rows), what)
     Console().print(table)
-    print(f"{known.terms}\nprepare with: gem data prepare {out / 'definition.toml'} --out FOLDER")
+    print(known.terms)
+    return out / "definition.toml"

@@ -2,7 +2,7 @@
 
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,14 +12,17 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from rich.table import Table
 
 from gem_core.spec import RequestError
+from gem_data.cli.known import write_tables
 from gem_data.splits import SplitWarning
 
 UNITS = {"MB": 10**6, "GB": 10**9, "MiB": 2**20, "GiB": 2**30}
 
 
 def prepare_command(
-    definition: Annotated[Path, typer.Argument(help="TOML file that says what to prepare; docs/data/prepare.md explains it.")],
+    definition: Annotated[str, typer.Argument(help="TOML file that says what to prepare, or with --path a data set of `gem data known`.")],
     out: Annotated[Path, typer.Option(help="Folder to make.")],
+    path: Annotated[Path | None, typer.Option(help="Raw files of a known data set; its tables are written to OUT-tables first.")] = None,
+    choose: Annotated[list[str] | None, typer.Option(help="A choice of the known data set, as NAME=VALUE.")] = None,
     engine: Annotated[str, typer.Option(help="duckdb: this machine; spark: the Spark session of the environment.")] = "duckdb",
     memory: Annotated[str, typer.Option(help="Memory for DuckDB and the writer; larger data goes through disk.")] = "4GB",
 ) -> None:
@@ -27,6 +30,7 @@ def prepare_command(
     from gem_data.prepare import prepare
 
     limit = parse_memory(memory)
+    file = Path(definition) if path is None and not choose else _known(definition, path, out, choose or [])
     console = Console(stderr=True)
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with (
@@ -35,11 +39,20 @@ def prepare_command(
     ):
         warnings.simplefilter("always", SplitWarning)
         task = progress.add_task("starting", total=None)
-        data = prepare(definition, out, engine=engine, memory=limit, report=lambda step: progress.update(task, description=step))
+        data = prepare(file, out, engine=engine, memory=limit, report=lambda step: progress.update(task, description=step))
     for warning in caught:
         print(f"warning: {warning.message}", file=sys.stderr)
     print_account(data)
     print(f"prepared: {out}")
+
+
+def _known(name: str, path: Path | None, out: Path, choose: Sequence[str]) -> Path:
+    """The definition of a known data set, whose tables are written beside ``out``."""
+    if path is None:
+        raise RequestError("--choose", "it belongs to a known data set, whose raw files --path names", "Give --path, or leave --choose out.")
+    if out.exists():
+        raise RequestError(f"folder {out}", "it exists already", "Name a new folder, or remove this one.")
+    return write_tables(name, path, out.with_name(f"{out.name}-tables"), choose)
 
 
 def audit_command(folder: Annotated[Path, typer.Argument(help="A folder that `gem data prepare` made.")]) -> None:
