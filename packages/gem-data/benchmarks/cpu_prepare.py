@@ -1,4 +1,6 @@
-"""Time and peak memory of ``gem data prepare`` on a generated log: every event is an impression, a fifth of them are clicks, histories are the last 50.
+"""Time and peak memory of ``gem data prepare`` on a generated log.
+
+Every event of it is an impression, a fifth of them are clicks, and histories are the last 50 clicks.
 
     python cpu_prepare.py [--events 10000000] [--memory 4GB] [--csv FILE]
 

@@ -108,7 +108,7 @@ def test_a_leak_and_lost_events_are_found(make: Callable[[bool], Path]) -> None:
     with pytest.raises(RunFailed, match="time 1000000 is not before its impression"):
         audit(folder)
     change_table(folder / PART, put("clicks.time", -1, [0]))
-    with pytest.raises(RunFailed, match="another number of events than data.json says"):
+    with pytest.raises(RunFailed, match=r"another number of events than data.json says"):
         audit(folder)
 
 
@@ -136,14 +136,14 @@ def test_a_fault_in_shared_histories_is_found(make: Callable[[bool], Path], file
 def test_files_that_are_missing_damaged_or_not_listed_are_found(make: Callable[[bool], Path]) -> None:
     folder = make(False)
     (folder / "train/part-00007.parquet").write_bytes((folder / PART).read_bytes())
-    with pytest.raises(RunFailed, match="train/part-00007.parquet is not listed"):
+    with pytest.raises(RunFailed, match=r"train/part-00007.parquet is not listed"):
         audit(folder)
     (folder / "train/part-00007.parquet").unlink()
     (folder / PART).write_bytes(b"PAR1 no parquet")
-    with pytest.raises(RunFailed, match="part-00000.parquet cannot be read"):
+    with pytest.raises(RunFailed, match=r"part-00000.parquet cannot be read"):
         audit(folder)
     (folder / PART).unlink()
-    with pytest.raises(RunFailed, match="part-00000.parquet cannot be read"):
+    with pytest.raises(RunFailed, match=r"part-00000.parquet cannot be read"):
         audit(folder)
 
 

@@ -113,5 +113,6 @@ def warn_about(data: Mapping[str, Any]) -> None:
     rows = data["ledger"]["test"]
     for what, cold in data["cold"].items():
         if 2 * cold > rows:
-            text = f"{cold} of {rows} test rows have a {what.lstrip('_')} that no training row has; the test measures cold starts"
+            held = "a user" if what == "_user" else f"an id of {what!r}"
+            text = f"{cold} of {rows} test rows have {held} that no training row has; the test measures cold starts"
             warnings.warn(text, ColdSplit, stacklevel=3)

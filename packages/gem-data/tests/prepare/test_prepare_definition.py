@@ -97,7 +97,7 @@ def test_splits_by_user_need_users_and_moments_need_times(shop: Any) -> None:
 def test_conditions_become_sql_without_holes() -> None:
     assert sql(()) == "TRUE"
     assert sql((("a", "==", 1), ("b", "!=", "x"), ("c", "in", (1, 2)), ("d", ">=", 0.5))) == (
-        "\"a\" = 1 AND \"b\" <> 'x' AND \"c\" IN (1, 2) AND \"d\" >= CAST(0.5 AS DOUBLE)"
+        '"a" = 1 AND "b" <> \'x\' AND "c" IN (1, 2) AND "d" >= CAST(0.5 AS DOUBLE)'
     )
     assert literal("it's; DROP TABLE x") == "'it''s; DROP TABLE x'"
     assert quote('a"b') == '"a""b"'
@@ -109,7 +109,9 @@ def test_texts_in_conditions_are_taken_as_they_stand(shop: Any, text: str) -> No
     import pyarrow as pa
 
     kinds = pa.schema([("user", pa.int64()), ("time", pa.int64()), ("item", pa.int64()), ("click", pa.int64()), ("kind", pa.string())])
-    shop.table("log", {"user": [1, 1, 1, 1], "time": [1, 2, 3, 60], "item": [1, 2, 3, 4], "click": [0, 1, 0, 1], "kind": [text, "other", "x", "x"]}, kinds)
+    shop.table(
+        "log", {"user": [1, 1, 1, 1], "time": [1, 2, 3, 60], "item": [1, 2, 3, 4], "click": [0, 1, 0, 1], "kind": [text, "other", "x", "x"]}, kinds
+    )
     shop.definition["histories"][0]["where"] = [["kind", "==", text]]
     shop.run()
     assert shop.column("clicks.item", "test") == [[1]]

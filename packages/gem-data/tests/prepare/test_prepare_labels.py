@@ -64,7 +64,10 @@ def test_positives_by_condition_are_unknown_where_a_value_is_missing(shop: Any) 
 def test_mask_weight_and_delay_columns_are_kept(shop: Any) -> None:
     columns = {"known": [True, False, True, True], "weight": [1.0, 2.0, 0.5, 3.0], "late": pa.array([None, 3, 9, 1], NUMBER), "always": [0, 0, 0, 1]}
     with_labels(shop, [0, 1, 1, 0], **columns)
-    shop.schema["task"] = [{"name": "ctr", "label": "click", "mask": "known", "weight": "weight", "delay": "late"}, {"name": "all", "label": "always"}]
+    shop.schema["task"] = [
+        {"name": "ctr", "label": "click", "mask": "known", "weight": "weight", "delay": "late"},
+        {"name": "all", "label": "always"},
+    ]
     shop.run()
     assert labels(shop) == [(0, True), (1, False), (1, True), (0, True)]
     assert shop.column("weight.ctr") == [1.0, 2.0, 0.5]

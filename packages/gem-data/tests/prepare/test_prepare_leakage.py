@@ -37,7 +37,9 @@ def test_a_planted_event_turns_it_red(shop: Any, event: int, row: int) -> None:
     lists = LATER.to_pylist()
     lists[row].append(event)
     plant(shop, "train/part-00000.parquet", "clicks.time", pa.array(lists, LATER.type))
-    with pytest.raises(RunFailed, match=rf"part-00000.parquet: an event of 1 at time {event} is not before its impression at {20 if row == 1 else 30}"):
+    with pytest.raises(
+        RunFailed, match=rf"part-00000.parquet: an event of 1 at time {event} is not before its impression at {20 if row == 1 else 30}"
+    ):
         check(shop, data)
 
 
@@ -72,7 +74,7 @@ def test_a_fault_in_the_relational_part_leaves_no_folder(shop: Any, monkeypatch:
             self.engine.create(name, sql.replace("ORDER BY moment, kind ", "ORDER BY moment, kind DESC "))
 
     monkeypatch.setattr("gem_data.prepare.run.count_events", lambda engine, plan: original(Wrong(engine), plan))
-    with pytest.raises(RunFailed, match="leakage check of part-00000.parquet"):
+    with pytest.raises(RunFailed, match=r"leakage check of part-00000.parquet"):
         shop.run()
     assert not (shop.folder / "out").exists()
 

@@ -109,7 +109,7 @@ def test_rows_do_not_depend_on_the_memory_and_too_little_is_said(shop: Any) -> N
     assert shop.run("wide") == shop.run(memory=128 * 2**20)
     for part in ("train/part-00000.parquet", "test/part-00000.parquet"):
         assert pq.read_table(shop.folder / "out" / part).equals(pq.read_table(shop.folder / "wide" / part))
-    with pytest.raises(MachineError, match="memory of 41,943,040 bytes: it does not suffice .*--memory"):
+    with pytest.raises(MachineError, match=r"memory of 41,943,040 bytes: it does not suffice .*--memory"):
         shop.run("tight", memory=40 * 2**20)
     assert not (shop.folder / "tight").exists()
 

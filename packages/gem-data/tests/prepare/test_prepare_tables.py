@@ -69,7 +69,8 @@ def test_case_H18_ids_beyond_int64_survive(shop: Any) -> None:
     del shop.schema["sequence"][0]["id"][0]["rows"]
     data = shop.run()
     items = shop.column("item")
-    assert len(set(items)) == 4 and 0 not in items
+    assert len(set(items)) == 4
+    assert 0 not in items
     assert shop.column("clicks.item")[3] == [items[0], items[1]]
     assert data["unknown"]["test"]["item"] == 2
 
@@ -141,7 +142,8 @@ def test_booleans_compare_with_numbers_and_with_true(shop: Any) -> None:
         shop.definition["histories"][0]["where"] = [["click", "==", value]]
         shop.run(f"out{k}")
     first, second = (shop.rows("test", f"out{k}") for k in (0, 1))
-    assert first == second and [r["clicks.item"] for r in first] == [[], [1, 2]]
+    assert first == second
+    assert [r["clicks.item"] for r in first] == [[], [1, 2]]
 
 
 def test_reserved_names_are_refused(shop: Any) -> None:

@@ -40,7 +40,8 @@ def test_case_H13_every_kind_of_feature_and_what_is_missing(shop: Any) -> None:
     assert shop.column("genre") == [[1, 2], [], [], [3]]
     assert shop.column("genre", "test") == [[4], [5, 0]]
     tags = shop.column("tag")
-    assert [len(t) for t in tags] == [1, 2, 0, 0] and tags[0][0] == tags[1][0] != tags[1][1] > 0
+    assert [len(t) for t in tags] == [1, 2, 0, 0]
+    assert tags[0][0] == tags[1][0] != tags[1][1] > 0
     assert shop.column("tag", "test")[0] == [tags[1][1], 0]
     assert shop.column("tag.weights") == [[0.5], [1.0, 2.0], [], []]
     assert shop.column("price") == [1.0, 0.0, 2.0, 3.0]
@@ -133,7 +134,10 @@ def test_one_row_may_have_more_events_than_a_row_group(shop: Any, monkeypatch: p
 def test_candidates_of_one_request_share_one_history(shop: Any) -> None:
     """The history is that of the request's first row; a request with rows in both splits has one in each."""
     shop.schema["request"] = "request"
-    shop.table("log", {"user": [1, 1, 1, 2, 1, 1], "time": [5, 9, 10, 10, 49, 51], "item": [1, 2, 3, 4, 5, 6], "click": [1] * 6, "request": [7, 8, 8, 8, 9, 9]})
+    shop.table(
+        "log",
+        {"user": [1, 1, 1, 2, 1, 1], "time": [5, 9, 10, 10, 49, 51], "item": [1, 2, 3, 4, 5, 6], "click": [1] * 6, "request": [7, 8, 8, 8, 9, 9]},
+    )
     shop.definition["impressions"]["share_histories"] = True
     data = shop.run()
     assert data["splits"]["train"] == [{"file": "train/part-00000.parquet", "rows": 5, "requests": 4}]
