@@ -15,7 +15,7 @@ from gem_core.spec import RequestError
 from gem_data.audit import audit
 from gem_data.cli import app
 from gem_data.generate import bounds, writer
-from gem_data.generate.bounds import WITH, score_bounds
+from gem_data.generate.bounds import Truth, score_bounds
 from gem_data.generate.world import World
 from gem_data.generate.writer import write_folder
 from gem_data.options import GeneratedOptions
@@ -76,8 +76,12 @@ def test_schema_ledger_and_bounds_of_the_folder(tmp_path: Path) -> None:
         assert 1 <= values.min() <= values.max() < feature.rows  # type: ignore[operator]
     assert data["ledger"] == {"read": 4001, "train": 3000, "test": 1001}
     assert data["definition"]["options"] == GeneratedOptions(**SMALL).model_dump()
-    columns = ("click_probability", "click_probability_without_history", "conversion_probability")
-    recomputed = score_bounds(*(frame[name].to_numpy() for name in columns))
+    columns = {"click": "click_probability", "blind": "click_probability_without_history", "conversion": "conversion_probability"}
+    labels = {"clicked": frame["label.ctr"] == 1, "converted": frame["label.cvr"] == 1, "seen": (frame["label.ctr"] == 1) & frame["mask.cvr"]}
+    truth = Truth(
+        **{name: frame[column].to_numpy() for name, column in columns.items()}, **{name: label.to_numpy() for name, label in labels.items()}
+    )
+    recomputed = score_bounds(truth, conversion=True)
     assert recomputed == found == data["baselines"]
 
 
@@ -116,7 +120,7 @@ def test_the_source_files_yields_what_the_source_generated_yields(tmp_path: Path
 
 def test_without_conversions_there_is_no_such_column(tmp_path: Path) -> None:
     found = write_folder(GeneratedOptions(**SMALL, conversion=False), tmp_path / "out")
-    assert list(found[WITH]) == ["ctr"]
+    assert list(found["bayes expected"]) == ["ctr"]
     assert [task.name for task in read_schema(tmp_path / "out" / "schema.toml").task] == ["ctr"]
     assert not [name for name in read(tmp_path / "out", "train").columns if "cvr" in name or name.startswith("conversion")]
 

@@ -9,11 +9,13 @@ import torch
 
 from gem_core.spec import RequestError, Shard
 from gem_data.generate import bounds as bounds_module
-from gem_data.generate.bounds import WITH, WITHOUT, bounds, chunks
+from gem_data.generate.bounds import bounds, chunks
 from gem_data.generate.world import DAY, START, Rows, World, interest_posterior
 from gem_data.options import GeneratedOptions
-from gem_data.score import ne, sigmoid
+from gem_data.score import scores, sigmoid
 from gem_data.sources.generated import Generated, load
+
+WITH, WITHOUT = "bayes expected", "bayes expected without history"
 
 SMALL: dict[str, Any] = {"rows": 6000, "test_rows": 6000, "users": 900, "items": 200, "categories": 5, "history_length": 30, "candidates": 3}
 
@@ -183,14 +185,24 @@ def test_the_bound_without_histories_is_worse_and_equal_where_histories_say_noth
     assert mute[WITH]["ctr"] == pytest.approx(mute[WITHOUT]["ctr"])
 
 
-def test_the_bounds_are_what_scores_tend_to(source: Generated) -> None:
+def test_the_bounds_are_what_scores_tend_to() -> None:
     rows = independent().world.rows("test", np.arange(40_000))
-    found = bounds(independent().world, "test")
+    found = independent().baselines()
     labels = rows.clicked.astype(np.float64)
-    assert ne(labels, rows.click) == pytest.approx(found[WITH]["ctr"]["ne"], abs=0.008)
-    assert ne(labels, rows.blind) == pytest.approx(found[WITHOUT]["ctr"]["ne"], abs=0.008)
-    named = source.baselines()
-    assert named[WITH]["ctr"]["ne"] < named[WITHOUT]["ctr"]["ne"]
+    for name, p in (("bayes", rows.click), ("bayes without history", rows.blind)):
+        assert found[name]["ctr"] == pytest.approx(scores(labels, p))
+        expected = found[name.replace("bayes", "bayes expected")]["ctr"]
+        assert expected["ne"] == pytest.approx(found[name]["ctr"]["ne"], abs=0.008)
+        assert expected["auc"] == pytest.approx(found[name]["ctr"]["auc"], abs=0.008)
+    bought = scores(rows.converted[rows.clicked].astype(np.float64), rows.conversion[rows.clicked])
+    assert found["bayes"]["cvr"] == pytest.approx(bought)
+    assert found["bayes expected"]["cvr"]["ne"] == pytest.approx(bought["ne"], abs=0.02)
+
+
+def test_a_bound_that_the_labels_leave_undefined_is_left_out() -> None:
+    found = load(rows=10, test_rows=10, base_logit=-30.0).baselines()
+    assert found["bayes"] == found["bayes without history"] == {}
+    assert set(found["bayes expected"]) == {"ctr", "cvr"}
 
 
 def test_case_J02_lengths_from_0_to_200000() -> None:

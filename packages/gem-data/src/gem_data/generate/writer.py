@@ -14,8 +14,8 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from gem_core.spec import RequestError
-from gem_data.generate.bounds import ROWS_AT_ONCE, Baselines, chunks, score_bounds
-from gem_data.generate.draws import Floats, Ints
+from gem_data.generate.bounds import ROWS_AT_ONCE, Baselines, Truth, chunks, score_bounds
+from gem_data.generate.draws import Ints
 from gem_data.generate.world import Rows, World
 from gem_data.options import GeneratedOptions
 from gem_data.prepare.output import REQUEST, REQUEST_ROW, TIME, USER
@@ -24,8 +24,6 @@ from gem_data.schema.files import write_schema
 
 SPLITS = ("train", "test")
 PART_ROWS = 1_000_000
-Truth = list[tuple[Floats, Floats, Floats]]
-"""Of each piece: the probabilities of a click, of a click without histories, and of a conversion."""
 
 
 @dataclass
@@ -49,7 +47,7 @@ class _Account:
 def write_folder(options: GeneratedOptions, out: Path, told: Callable[[int], None] = lambda rows: None) -> Baselines:
     """Write both splits as ``gem data prepare`` would, so that ``gem data audit`` holds; returns the bounds of the test rows.
 
-    Memory does not grow with the rows, but for 24 bytes a test row and a bit a user. The folder is written beside its place and moved there
+    Memory does not grow with the rows, but for 27 bytes a test row and a bit a user. The folder is written beside its place and moved there
     when it is whole.
 
     Args:
@@ -65,13 +63,12 @@ def write_folder(options: GeneratedOptions, out: Path, told: Callable[[int], Non
     partial = out.with_name(f"{out.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     world = World(options)
-    truth: Truth = []
+    truth: list[Truth] = []
     account = _Account({split: [] for split in SPLITS}, {split: Counter() for split in SPLITS}, np.zeros(options.users // 8 + 1, np.uint8))
     for split in SPLITS:
         (partial / split).mkdir(parents=True)
         _write_split(world, split, partial, account, truth if split == "test" else None, told)
-    click, blind, conversion = (np.concatenate(column) for column in zip(*truth, strict=True))
-    found = score_bounds(click, blind, conversion if options.conversion else None)
+    found = score_bounds(Truth.joined(truth), conversion=options.conversion)
     write_schema(schema(options), partial / "schema.toml")
     (partial / "data.json").write_text(json.dumps(_about(world, account, found), indent=1) + "\n")
     partial.rename(out)
@@ -122,8 +119,8 @@ def schema(options: GeneratedOptions) -> declare.Schema:
     )
 
 
-def _write_split(world: World, split: str, folder: Path, account: _Account, truth: Truth | None, told: Callable[[int], None]) -> None:
-    """All parts of a split; the true probabilities are added to ``truth``."""
+def _write_split(world: World, split: str, folder: Path, account: _Account, truth: list[Truth] | None, told: Callable[[int], None]) -> None:
+    """All parts of a split; what is known of its rows is added to ``truth``."""
     pieces, parts = chunks(world, split), account.parts[split]
     piece = next(pieces, None)
     while piece is not None:
@@ -132,7 +129,7 @@ def _write_split(world: World, split: str, folder: Path, account: _Account, trut
             part.write(world.options, piece)
             account.count(split, piece, conversion=world.options.conversion)
             if truth is not None:
-                truth.append((piece.click, piece.blind, piece.conversion))
+                truth.append(Truth.of(piece))
             told(piece.index.size)
             piece = next(pieces, None)
         account.events += part.events

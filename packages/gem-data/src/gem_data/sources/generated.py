@@ -84,7 +84,7 @@ class Generated:
         return table.batch(torch.arange(rows.index.size), global_rows)
 
     def baselines(self) -> dict[str, dict[str, dict[str, float]]]:
-        """The figures that no model can beat on average on the test rows: with histories, and without."""
+        """The best possible figures on the test rows, with histories and without; see ``generate.bounds``."""
         return bounds(self.world, "test")
 
     def ledger(self) -> dict[str, int]:
