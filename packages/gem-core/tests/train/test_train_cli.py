@@ -6,11 +6,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 from gem_core.cli.main import run as gem
 from gem_core.cli.train import closing, configuration, metric_rows
 from gem_core.spec import RequestError
+from gem_core.train.metrics import task_metrics
 
 
 @pytest.fixture(autouse=True)
@@ -33,6 +36,14 @@ def test_train_then_eval_then_resume(recipe: str, tmp_path: Path, capsys: pytest
     assert json.loads(capsys.readouterr().out)["test"] == summary["test"]
     assert gem(["eval", str(out)]) == 0
     assert capsys.readouterr().out.splitlines()[1] == table[1]
+
+    scored = tmp_path / "scored"
+    assert gem(["eval", str(out), "--predictions", str(scored)]) == 0
+    with np.load(scored) as rows:
+        for task, metrics in summary["test"].items():
+            logit, label, weight = (torch.from_numpy(rows[f"{task}/{name}"]) for name in ("logit", "label", "weight"))
+            assert task_metrics(logit, label, weights=weight).ne == pytest.approx(metrics["ne"], rel=1e-12)
+            assert int((weight > 0).sum()) == metrics["rows"]
 
     assert gem(["train", "--resume", str(out), "--set", "train.epochs=2"]) == 0
     assert json.loads((out / "summary.json").read_text())["steps"] == 12

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from gem_core.spec import PrecisionRecipe, hookimpl
+from gem_core.spec import CliCommand, PrecisionRecipe, hookimpl
 
 _LOW = {
     "fp8_rowwise": "large linear layers in FP8 with a scale a row, emulated; the rest as bf16_islands",
@@ -32,3 +32,8 @@ def gem_precision_recipes() -> Sequence[PrecisionRecipe]:
             for name, summary in _LOW.items()
         ),
     ]
+
+
+@hookimpl
+def gem_cli_commands() -> Sequence[CliCommand]:
+    return [CliCommand(name="precision", load="gem_precision.cli:app", summary="hold number formats to the quality of a run")]

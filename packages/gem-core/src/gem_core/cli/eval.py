@@ -12,12 +12,13 @@ from gem_core.cli.train import COLUMNS, metric_rows
 def evaluate(
     run: Annotated[Path, typer.Argument(help="Run folder, for example runs/quickstart.")],
     overrides: Annotated[list[str] | None, typer.Option("--set", help="Replace a configuration value: a.b=c. May be repeated.")] = None,
+    predictions: Annotated[Path | None, typer.Option(help="Write logit, label and weight of every row into this NPZ file.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Evaluate the newest checkpoint of a run; nothing is written."""
+    """Evaluate the newest checkpoint of a run; the run folder stays as it is."""
     from gem_core.train.run import evaluate_run
 
-    done = evaluate_run(run, overrides or ())
+    done = evaluate_run(run, overrides or (), predictions=predictions)
     if not done:
         return
     if json:

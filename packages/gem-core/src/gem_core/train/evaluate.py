@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from gem_core.spec import DataSchema, Embeddings, Precision, Shard, Source
 from gem_core.train.feed import Feed
@@ -21,9 +21,10 @@ log = logging.getLogger("gem_core.train")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Evaluation:
-    """Metrics by task (None on every rank but the first) and wall seconds."""
+    """Metrics by task and scored rows by task (``Predictions.compute``), both None on every rank but the first, and wall seconds."""
 
     tasks: dict[str, TaskMetrics] | None
+    rows: dict[str, Tensor] | None
     seconds: float
 
     def as_dict(self) -> dict[str, dict[str, Any]]:
@@ -60,9 +61,9 @@ def evaluate(
             with precision.forward_context(world.device.type):
                 logits = forward(dense, embeddings, moved, schema.tasks)
             collected.add(logits, batch)
-    tasks = collected.compute(world)
+    tasks, rows = collected.compute(world) or (None, None)
     _report_gaps(tasks, source.rows(split), split)
-    return Evaluation(tasks=tasks, seconds=time.perf_counter() - begun)
+    return Evaluation(tasks=tasks, rows=rows, seconds=time.perf_counter() - begun)
 
 
 def _batches(source: Source, schema: DataSchema, world: World, *, split: str, batch_size: int) -> Iterator[Any]:

@@ -151,8 +151,10 @@ class Predictions:
         if batch.groups is not None:
             self._groups.append(batch.groups)
 
-    def compute(self, world: World) -> dict[str, TaskMetrics] | None:
-        """Metrics of each task over the rows of all ranks; None on every rank but the first. Collective.
+    def compute(self, world: World) -> tuple[dict[str, TaskMetrics], dict[str, Tensor]] | None:
+        """Metrics of each task over the rows of all ranks, and those rows; None on every rank but the first. Collective.
+
+        The rows of a task are ``[rows, 4]`` float64, rank after rank: logit, label, 1 where the label is observed, weight.
 
         Raises:
             RequestError: as ``task_metrics``, or some batches carry groups and others do not.
@@ -162,7 +164,7 @@ class Predictions:
         columns = {name: world.gather_rows(torch.cat([no_rows, *parts])) for name, parts in self._parts.items()}
         if not world.leads:
             return None
-        return {name: _of_columns(name, table, groups) for name, table in columns.items()}
+        return {name: _of_columns(name, table, groups) for name, table in columns.items()}, columns
 
 
 def _of_columns(task: str, table: Tensor, groups: Tensor) -> TaskMetrics:

@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from gem_core.config.load import LoadedConfig, load_config
 from gem_core.plugins import host
 from gem_core.spec import CountsUnknownIds, Source
@@ -43,12 +45,13 @@ def train(loaded: LoadedConfig, *, resume: Path | None = None) -> dict[str, Any]
         run.close()
 
 
-def evaluate_run(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """Evaluate the newest checkpoint of a run folder on its test split; nothing is written, and no optimiser is made.
+def evaluate_run(path: Path, overrides: Sequence[str] = (), *, predictions: Path | None = None) -> dict[str, Any]:
+    """Evaluate the newest checkpoint of a run folder on its test split. No optimiser is made, and nothing is written into the run folder.
 
     Args:
         path: the run folder.
         overrides: ``a.b=c`` values in the place of the run's own, for example another embedding engine.
+        predictions: a file to write the scored rows into, as ``write_predictions`` says.
 
     Returns:
         ``{"run", "step", "test": {TASK: metrics}, "baselines", "eval_seconds"}``; empty on every rank but the first.
@@ -59,10 +62,25 @@ def evaluate_run(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
         done = evaluate_now(run)
         if not run.world.leads or run.saved is None:
             return {}
+        if predictions is not None:
+            write_predictions(predictions, done)
         step = run.saved.about["step"]
         return {"run": str(path), "step": step, "test": done.as_dict(), "baselines": finite_baselines(run.source), "eval_seconds": done.seconds}
     finally:
         run.close()
+
+
+def write_predictions(file: Path, done: Evaluation) -> None:
+    """Write the scored rows as NPZ: for each task ``TASK/logit``, ``TASK/label`` and ``TASK/weight`` ``[rows]`` float64, in the source's order.
+
+    A row whose label is not observed weighs 0. On several ranks the order is rank after rank.
+    """
+    columns = {}
+    for task, rows in (done.rows or {}).items():
+        logit, label, observed, weight = rows.numpy().T
+        columns |= {f"{task}/logit": logit, f"{task}/label": np.where(observed > 0, label, 0.0), f"{task}/weight": weight * observed}
+    with file.open("wb") as target:  # given a name, numpy would add a suffix to it
+        np.savez(target, **columns)
 
 
 def summary(run: Run, done: Evaluation) -> dict[str, Any]:

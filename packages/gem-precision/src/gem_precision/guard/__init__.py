@@ -1,0 +1,1 @@
+"""Whether a number format costs quality: paired runs, compared by normalised entropy."""
