@@ -6,7 +6,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,18 +24,17 @@ class Ranks:
     err: list[str]
 
 
-def run_ranks(size: int, folder: Path, command: str, kill_at_save: int = 0) -> Ranks:
+def run_ranks(size: int, folder: Path, command: str, kill_at_flush: int = 0) -> Ranks:
     """Run a command (words in one string) on ``size`` ranks that know each other as torchrun's do.
 
-    With ``kill_at_save`` a rank is killed (signal 9) right after it has written its so-many-th file by ``torch.save``.
+    With ``kill_at_flush`` a rank is killed (signal 9) right after it has flushed its so-many-th file or folder to disk.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["gem_core.train.run", "gem_core.cli.train", "torch._dynamo"])  # torch's optimisers import dynamo on use
+    context = _fork_server()
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     files = [(folder / f"rank{rank}.out", folder / f"rank{rank}.err") for rank in range(size)]
-    processes = [context.Process(target=_rank, args=(rank, size, port, command, *files[rank], kill_at_save)) for rank in range(size)]
+    processes = [context.Process(target=_rank, args=(rank, size, port, command, *files[rank], kill_at_flush)) for rank in range(size)]
     for process in processes:
         process.start()
     for process in processes:
@@ -47,7 +46,7 @@ def run_ranks(size: int, folder: Path, command: str, kill_at_save: int = 0) -> R
     return Ranks(codes, *([path.read_text() for path in column] for column in zip(*files, strict=True)))
 
 
-def _rank(rank: int, size: int, port: int, command: str, out: Path, err: Path, kill_at_save: int) -> None:
+def _rank(rank: int, size: int, port: int, command: str, out: Path, err: Path, kill_at_flush: int) -> None:
     for descriptor, path in ((1, out), (2, err)):
         os.dup2(os.open(path, os.O_CREAT | os.O_WRONLY | os.O_TRUNC), descriptor)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
@@ -56,24 +55,57 @@ def _rank(rank: int, size: int, port: int, command: str, out: Path, err: Path, k
     from gem_core.cli.main import run
 
     torch.set_num_threads(1)
-    if kill_at_save:
-        torch.save = deadly(torch.save, kill_at_save)
+    if kill_at_flush:
+        _kill_after(("fsync",), kill_at_flush)
     install_fakes()
     code = run(command.split())
     sys.stdout.flush()
     sys.exit(code)
 
 
-def deadly(save: Callable[..., None], at: int) -> Callable[..., None]:
-    """``torch.save`` that kills its process after the so-many-th call, before the file is closed."""
+def _fork_server() -> Any:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["gem_core.train.run", "gem_core.cli.train", "torch._dynamo"])  # torch's optimisers import dynamo on use
+    return context
+
+
+def _kill_after(names: Sequence[str], at: int) -> None:
+    """Kill this process right after it has called these functions of ``os`` so many times in all."""
     calls = itertools.count(1)
 
-    def save_and_die(content: Any, file: Any) -> None:
-        save(content, file)
-        if next(calls) == at:
-            os.kill(os.getpid(), signal.SIGKILL)
+    def deadly(function: Callable[..., Any]) -> Callable[..., Any]:
+        def called(*arguments: Any, **keywords: Any) -> Any:
+            result = function(*arguments, **keywords)
+            if next(calls) == at:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return result
 
-    return save_and_die
+        return called
+
+    for name in names:
+        setattr(os, name, deadly(getattr(os, name)))
+
+
+def write_until_killed(run: Path, tensors: dict[str, Any], at: int) -> int | None:
+    """Write checkpoints of steps 1, 2, ..., with the step added to every tensor and one kept, in a process that dies at a change of the disk.
+
+    ``at`` counts these changes: a flush, a rename, a folder made, a file or folder removed. Returns the exit code.
+    """
+    process = _fork_server().Process(target=_write, args=(run, tensors, at))
+    process.start()
+    process.join(LIMIT)
+    code: int | None = process.exitcode
+    return code
+
+
+def _write(run: Path, tensors: dict[str, Any], at: int) -> None:
+    from gem_core.train.checkpoint.pieces import pieces_of
+    from gem_core.train.checkpoint.saver import Content, write_checkpoint
+
+    _kill_after(("fsync", "rename", "unlink", "rmdir", "mkdir"), at)
+    for step in range(1, 100):
+        pieces = {name: pieces_of(tensor + step) for name, tensor in tensors.items()}
+        write_checkpoint(run / "checkpoints", Content(step=step, pieces=pieces, trainer={}, about={}), keep=1)
 
 
 def install_fakes() -> None:

@@ -1,234 +1,398 @@
-"""Checkpoints: complete or absent, finite, whole, and bound to the run they belong to."""
+"""Checkpoints on disk: complete or absent, finite, verified; the same beside training as at once; loadable after a kill at any moment."""
 
 import json
 import os
-import random
+import pickle
 import shutil
-from dataclasses import replace
+import signal
+import threading
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from gem_train_fakes import FakeSource
-from torch import nn
+from gem_train_ranks import write_until_killed
+from torch import Tensor
 
-from gem_core.builtin.embedding import TorchEmbeddings
-from gem_core.config.schema import RunConfig
-from gem_core.spec import RequestError, RunFailed, SparseOptimizer, TableSpec
-from gem_core.train import checkpoint
-from gem_core.train.optim import adamw
+from gem_core.spec import RequestError, RunFailed
+from gem_core.train.checkpoint import pieces as pieces_module
+from gem_core.train.checkpoint import saver as saver_module
+from gem_core.train.checkpoint import store
+from gem_core.train.checkpoint.pieces import HostCopy, Piece, Pieces, divided, pieces_of
+from gem_core.train.checkpoint.saved import FORMAT, REPLACED, Saved, checkpoints, find_checkpoint
+from gem_core.train.checkpoint.saver import Content, Saver, write_checkpoint
 from gem_core.train.world import World
 
-STATE: dict[str, dict[str, Any]] = {"dense": {"model": {"w": torch.ones(3)}}, "tables": {"t": {"weight": torch.zeros(2, 2)}}, "trainer": {"step": 1}}
+TENSORS = {"dense/model/w": torch.ones(3), "tables/t/weight": torch.arange(12.0).view(4, 3), "tables/t/state": torch.arange(4.0)}
 
 
-def model_and_optimizer(seed: int, steps: int = 2) -> tuple[nn.Module, torch.optim.Optimizer]:
-    torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 1))
-    optimizer = adamw(model, lr=0.1, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1)
-    for _ in range(steps):
-        optimizer.zero_grad()
-        model(torch.randn(5, 3)).square().sum().backward()
-        optimizer.step()
-    return model, optimizer
+def content(step: int, tensors: dict[str, Tensor] = TENSORS, **trainer: Any) -> Content:
+    pieces = {name: pieces_of(tensor) for name, tensor in tensors.items()}
+    return Content(step=step, pieces=pieces, trainer={"at": step, **trainer}, about={"kernels": {"gdpa": "reference"}})
+
+
+def write(run: Path, step: int, tensors: dict[str, Tensor] = TENSORS, *, keep: int = 2, **trainer: Any) -> Path:
+    return write_checkpoint(run / "checkpoints", content(step, tensors, **trainer), keep=keep)
+
+
+def tensors_of(saved: Saved) -> dict[str, Tensor]:
+    return {name: saved.tensor(name) for name in saved.index}
+
+
+def assert_equal(got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert set(got) == set(expected)
+    for name, tensor in expected.items():
+        assert (got[name].dtype, got[name].shape) == (tensor.dtype, tensor.shape), name
+        assert torch.equal(got[name], tensor), name
 
 
 def test_a_checkpoint_comes_back_as_it_was(tmp_path: Path) -> None:
-    path = checkpoint.save_checkpoint(tmp_path / "checkpoints", 7, STATE, {"kernels": {"gdpa": "reference"}}, keep=2)
-    saved = checkpoint.find_checkpoint(tmp_path)
+    path = write(tmp_path, 7)
+    saved = find_checkpoint(tmp_path)
     assert saved.path == path
     assert (saved.about["step"], saved.about["kernels"]) == (7, {"gdpa": "reference"})
-    content = saved.read()
-    assert torch.equal(content["dense"]["model"]["w"], torch.ones(3))
-    assert content["trainer"] == {"step": 1}
+    assert find_checkpoint(path).path == path
+    assert_equal(tensors_of(saved), TENSORS)
+    assert saved.trainer() == {"at": 7}
+    assert torch.equal(saved.read()["tables"]["t"]["state"], torch.arange(4.0))
+    assert sorted(saved.about["files"]) == ["tensors-0-0.safetensors", "tensors.json", "trainer.pt"]
+    saved.verify()
+
+
+ODD = {
+    "scalar": torch.tensor(7),
+    "none": torch.empty(0, 5),
+    "no width": torch.empty(3, 0),
+    "strided": torch.arange(20.0).view(4, 5).t()[1:4],
+    "half": torch.tensor([1.5, -2.0, 6e4], dtype=torch.float16),
+    "brain": torch.tensor([[1e30, -0.0]], dtype=torch.bfloat16),
+    "double": torch.tensor([1 / 3], dtype=torch.float64),
+    "eight": torch.tensor([0.5, 448.0]).to(torch.float8_e4m3fn),
+    "flags": torch.tensor([True, False, True]),
+    "bytes": torch.arange(7, dtype=torch.uint8),
+    "long name/with.dots/und Ümlaut": torch.arange(1, dtype=torch.int32),
+}
+
+
+@pytest.mark.parametrize("piece_bytes", [1, 13, 1 << 20])
+@pytest.mark.parametrize("file_bytes", [1, 50, 1 << 20])
+def test_tensors_of_every_kind_in_pieces_and_files_of_every_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, piece_bytes: int, file_bytes: int
+) -> None:
+    monkeypatch.setattr(pieces_module, "PIECE_BYTES", piece_bytes)
+    monkeypatch.setattr(store, "FILE_BYTES", file_bytes)
+    odd = {f"dense/model/{name}": tensor for name, tensor in ODD.items()} | {"tables/t/weight": torch.randn(101, 3)}
+    made = content(1, odd)
+    made = Content(step=1, pieces=divided(made.pieces), trainer={}, about={})
+    write_checkpoint(tmp_path / "checkpoints", made, keep=1)
+    saved = find_checkpoint(tmp_path)
+    assert len(saved.index["tables/t/weight"]["pieces"]) == {1: 101, 13: 101, 1 << 20: 1}[piece_bytes]
+    files = [name for name in saved.about["files"] if name.startswith("tensors-")]
+    assert (len(files) == 1) == (file_bytes == 1 << 20)
+    expected = {name: tensor.view(torch.uint8) if tensor.dtype == torch.float8_e4m3fn else tensor for name, tensor in odd.items()}
+    got = {name: tensor.view(torch.uint8) if tensor.dtype == torch.float8_e4m3fn else tensor for name, tensor in tensors_of(saved).items()}
+    assert_equal(got, expected)
+    saved.verify()
+
+
+def test_files_are_what_the_safetensors_library_reads(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    odd = {f"dense/model/{name}": tensor for name, tensor in ODD.items()}
+    path = write(tmp_path, 1, odd)
+    got = load_file(path / "tensors-0-0.safetensors")
+    for name, tensor in odd.items():
+        assert got[name].dtype == tensor.dtype
+        assert torch.equal(got[name].float(), tensor.float()), name
+
+
+def test_rows_are_read_without_the_others(tmp_path: Path) -> None:
+    """Poisoned memory outside of the wanted rows stays as it was."""
+    write(tmp_path, 1)
+    memory = torch.full((6, 3), -7.0)
+    find_checkpoint(tmp_path).fill({"tables/t/weight": Pieces((4, 3), torch.float32, [Piece((1, 0), memory[2:4])])})
+    assert torch.equal(memory[2:4], TENSORS["tables/t/weight"][1:3])
+    assert bool((memory[[0, 1, 4, 5]] == -7).all())
+
+
+def test_a_box_of_columns_is_read(tmp_path: Path) -> None:
+    write(tmp_path, 1)
+    target = torch.zeros(2, 1)
+    find_checkpoint(tmp_path).fill({"tables/t/weight": Pieces((4, 3), torch.float32, [Piece((2, 1), target)])})
+    assert target.tolist() == [[7.0], [10.0]]
+
+
+# ---- what is kept -----------------------------------------------------------------------------------------------------------------------
 
 
 def test_the_newest_are_kept_by_number_not_by_name(tmp_path: Path) -> None:
     for step in (2, 9, 10, 100):
-        checkpoint.save_checkpoint(tmp_path / "checkpoints", step, STATE, {}, keep=2)
-    assert [path.name for path in checkpoint.checkpoints(tmp_path / "checkpoints")] == ["step-10", "step-100"]
-    assert checkpoint.find_checkpoint(tmp_path).about["step"] == 100
+        write(tmp_path, step)
+    assert [path.name for path in checkpoints(tmp_path / "checkpoints")] == ["step-10", "step-100"]
+    assert find_checkpoint(tmp_path).about["step"] == 100
 
 
 def test_a_step_saved_again_is_replaced(tmp_path: Path) -> None:
     for value in (1, 2):
-        checkpoint.save_checkpoint(tmp_path / "checkpoints", 5, {**STATE, "trainer": {"step": value}}, {}, keep=2)
-    assert checkpoint.find_checkpoint(tmp_path).read()["trainer"] == {"step": 2}
-    assert len(list((tmp_path / "checkpoints").iterdir())) == 1
+        write(tmp_path, 5, value=value)
+    assert find_checkpoint(tmp_path).trainer()["value"] == 2
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-5"]
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-@pytest.mark.parametrize("part", ["dense", "tables"])
-def test_nothing_that_is_not_finite_is_written(tmp_path: Path, bad: float, part: str) -> None:
-    checkpoint.save_checkpoint(tmp_path / "checkpoints", 1, STATE, {}, keep=2)
-    broken = {**STATE, part: {"deep": [{"w": torch.tensor([1.0, bad])}]}}
-    with pytest.raises(RunFailed, match=f"step 2: {part}/deep/0/w holds a value that is not finite"):
-        checkpoint.save_checkpoint(tmp_path / "checkpoints", 2, broken, {}, keep=1)
-    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-1"]
-
-
-def test_planted_fault_a_check_that_looks_at_one_level_only_would_pass(tmp_path: Path) -> None:
-    """Twin: the fault above lies three levels down; a shallow check does not see it, ours does."""
-    broken: dict[str, dict[str, Any]] = {"dense": {"deep": [{"w": torch.tensor([float("nan")])}]}}
-    shallow = [t for t in broken["dense"].values() if isinstance(t, torch.Tensor) and not torch.isfinite(t).all()]
-    assert shallow == []
-    with pytest.raises(RunFailed):
-        checkpoint.refuse_non_finite(broken, 1)
+def test_a_kill_between_two_names_of_a_replaced_step_leaves_the_old_one(tmp_path: Path) -> None:
+    write(tmp_path, 5, keep=1)
+    folder = tmp_path / "checkpoints"
+    (folder / "step-5").rename(folder / f"{REPLACED}5")
+    assert find_checkpoint(tmp_path).trainer() == {"at": 5}
+    write(tmp_path, 6, keep=2)
+    assert [path.name for path in checkpoints(folder)] == ["step-5", "step-6"]
 
 
 def test_what_a_killed_process_left_is_not_a_checkpoint_and_goes(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
-    checkpoint.save_checkpoint(folder, 1, STATE, {}, keep=2)
+    write(tmp_path, 1)
     for name in (".writing-step-2", ".removing-step-0", "step-x"):
         shutil.copytree(folder / "step-1", folder / name)
-    assert checkpoint.find_checkpoint(tmp_path).about["step"] == 1
-    checkpoint.save_checkpoint(folder, 2, STATE, {}, keep=2)
+    assert find_checkpoint(tmp_path).about["step"] == 1
+    write(tmp_path, 2)
     assert sorted(path.name for path in folder.iterdir()) == ["step-1", "step-2", "step-x"]
 
 
-def test_no_checkpoint_and_a_newer_format_are_refused(tmp_path: Path) -> None:
+def test_no_checkpoint_and_other_formats_are_refused(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="there is no complete one"):
-        checkpoint.find_checkpoint(tmp_path)
-    path = checkpoint.save_checkpoint(tmp_path / "checkpoints", 1, STATE, {}, keep=1)
+        find_checkpoint(tmp_path)
+    path = write(tmp_path, 1)
     about = json.loads((path / "about.json").read_text())
-    (path / "about.json").write_text(json.dumps({**about, "format": checkpoint.FORMAT + 1}))
-    with pytest.raises(RequestError, match="Install a newer gem-core"):
-        checkpoint.find_checkpoint(tmp_path)
+    for other, do in ((FORMAT + 1, "Install a newer gem-core"), (FORMAT - 1, "Use the gem-core that wrote it")):
+        (path / "about.json").write_text(json.dumps({**about, "format": other}))
+        with pytest.raises(RequestError, match=f"its format is {other}, this version reads {FORMAT}. {do}"):
+            find_checkpoint(tmp_path)
+
+
+# ---- what is never written, and never trusted -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", ["dense/model/w", "tables/t/weight", "tables/t/state"])
+def test_nothing_that_is_not_finite_is_written(tmp_path: Path, bad: float, dtype: torch.dtype, name: str) -> None:
+    write(tmp_path, 1)
+    broken = TENSORS[name].to(dtype).clone()
+    broken.view(-1)[-1] = bad
+    with pytest.raises(RunFailed, match=f"step 2: {name} holds a value that is not finite"):
+        write(tmp_path, 2, {**TENSORS, name: broken}, keep=1)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-1"]
+
+
+def test_eight_bit_floats_are_checked_as_well(tmp_path: Path) -> None:
+    with pytest.raises(RunFailed, match="dense/model/w holds a value that is not finite"):
+        write(tmp_path, 1, {"dense/model/w": torch.tensor([1.0, float("nan")]).to(torch.float8_e4m3fn)})
+
+
+def test_the_trainers_values_are_checked_as_well(tmp_path: Path) -> None:
+    with pytest.raises(RunFailed, match="step 3: trainer/stream/0 holds a value that is not finite"):
+        write(tmp_path, 3, stream=[torch.tensor([float("nan")])])
+    assert checkpoints(tmp_path / "checkpoints") == []
+
+
+def test_a_full_disk_is_told_and_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path, 1)
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(RunFailed, match=r"the checkpoint of step 2: rank 0 could not write it: OSError.*No space left on device.*before it is kept"):
+        write(tmp_path, 2)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-1"]
+
+
+def test_a_tensor_that_the_ranks_do_not_hold_whole_is_refused(tmp_path: Path) -> None:
+    half = {"tables/t/weight": Pieces((4, 3), torch.float32, [Piece((0, 0), torch.zeros(2, 3))])}
+    with pytest.raises(RunFailed, match="the ranks hold 6 of the 12 values of tables/t/weight"):
+        write_checkpoint(tmp_path / "checkpoints", Content(step=1, pieces=half, trainer={}, about={}), keep=1)
+
+
+@pytest.mark.parametrize("name", ["tensors-0-0.safetensors", "tensors.json", "trainer.pt"])
+@pytest.mark.parametrize("harm", ["flip", "cut", "remove"])
+def test_a_harmed_file_is_named(tmp_path: Path, name: str, harm: str) -> None:
+    path = write(tmp_path, 1) / name
+    saved, before = find_checkpoint(tmp_path), path.read_bytes()
+    saved.verify()
+    if harm == "flip":
+        path.write_bytes(before[:-1] + bytes([before[-1] ^ 1]))
+    elif harm == "cut":
+        path.write_bytes(before[:-1])
+    else:
+        path.unlink()
+    so = {"flip": "holds other bytes", "cut": f"has {len(before) - 1} bytes", "remove": "is missing"}[harm]
+    with pytest.raises(RunFailed, match=f"file {name} {so}"):
+        saved.verify()
+
+
+def test_ranks_share_the_verification(tmp_path: Path) -> None:
+    path = write(tmp_path, 1)
+    (path / "trainer.pt").unlink()
+    saved = find_checkpoint(tmp_path)
+    found = []
+    for share in range(3):
+        try:
+            saved.verify(share=share, shares=3)
+        except RunFailed as error:
+            found.append((share, str(error)))
+    assert [share for share, _ in found] == [2]
+    assert "trainer.pt is missing" in found[0][1]
+
+
+class Mischief:
+    def __reduce__(self) -> Any:
+        return os.getcwd, ()
 
 
 def test_only_plain_values_are_unpickled(tmp_path: Path) -> None:
     """A checkpoint from a stranger cannot run code."""
-    path = checkpoint.save_checkpoint(tmp_path / "checkpoints", 1, STATE, {}, keep=1)
-    torch.save({"f": os.getcwd}, path / "trainer.pt")
-    with pytest.raises(Exception, match=r"[Ww]eights"):
-        checkpoint.find_checkpoint(tmp_path).read()
+    path = write(tmp_path, 1)
+    torch.save({"f": Mischief()}, path / "trainer.pt")
+    with pytest.raises(pickle.UnpicklingError, match=r"[Ww]eights"):
+        find_checkpoint(tmp_path).trainer()
 
 
-# ---- dense state ------------------------------------------------------------------------------------------------------------------------
+# ---- beside training --------------------------------------------------------------------------------------------------------------------
 
 
-def test_weights_and_optimiser_go_on_to_the_bit(tmp_path: Path) -> None:
-    first, optimizer = model_and_optimizer(1)
-    checkpoint.save_checkpoint(tmp_path / "checkpoints", 1, {**STATE, "dense": checkpoint.dense_state(first, optimizer)}, {}, keep=1)
-    second, other = model_and_optimizer(2, steps=0)
-    checkpoint.restore_dense(second, checkpoint.find_checkpoint(tmp_path).read()["dense"], other)
-    for model, opt in ((first, optimizer), (second, other)):
-        torch.manual_seed(5)
-        opt.zero_grad()
-        model(torch.randn(5, 3)).square().sum().backward()
-        opt.step()
-    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
+@pytest.fixture
+def told() -> list[int]:
+    return []
 
 
-def test_case_E10_weights_alone_need_no_optimiser() -> None:
-    first, optimizer = model_and_optimizer(1)
-    second, _ = model_and_optimizer(2)
-    checkpoint.restore_dense(second, checkpoint.dense_state(first, optimizer))
-    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
+@pytest.fixture
+def saver(tmp_path: Path, told: list[int]) -> Iterator[Saver]:
+    made = Saver(tmp_path / "checkpoints", World(), keep=2, told=lambda step, path: told.append(step))
+    yield made
+    made.close()
 
 
-def test_another_model_is_refused() -> None:
-    first, optimizer = model_and_optimizer(1)
-    state = checkpoint.dense_state(first, optimizer)
-    with pytest.raises(RequestError, match="4 weights have other names or shapes"):
-        checkpoint.restore_dense(nn.Sequential(nn.Linear(3, 4)), state)
-    with pytest.raises(RequestError, match=r"the first is '0.weight'"):
-        checkpoint.restore_dense(nn.Sequential(nn.Linear(9, 4), nn.LayerNorm(4), nn.Linear(4, 1)), state)
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """The writer waits until this is set."""
+    event, publish = threading.Event(), saver_module._publish
+
+    def wait_and_publish(*arguments: Any) -> None:
+        assert event.wait(60)
+        publish(*arguments)
+
+    monkeypatch.setattr(saver_module, "_publish", wait_and_publish)
+    yield event
+    event.set()
 
 
-def engine(name: str = "item") -> TorchEmbeddings:
-    return TorchEmbeddings(
-        [TableSpec(name=name, rows=5, dim=4, features=("f",), init_scale=0.1)], SparseOptimizer(), device=torch.device("cpu"), seed=len(name)
-    )
+def test_case_E13_beside_training_the_content_is_that_of_the_moment(tmp_path: Path, saver: Saver, gate: threading.Event) -> None:
+    """Every value changes while the writer has not finished, and the files are those of a checkpoint written at once, to the byte."""
+    live = {name: tensor.clone() for name, tensor in TENSORS.items()}
+    saver.save(content(3, live), background=True)
+    for tensor in live.values():
+        tensor.fill_(-1.0)
+    gate.set()
+    saver.wait()
+    write(tmp_path / "at once", 3)
+    here, there = (find_checkpoint(folder) for folder in (tmp_path, tmp_path / "at once"))
+    assert here.about["files"] == there.about["files"]
+    assert_equal(tensors_of(here), TENSORS)
 
 
-def test_case_E01_tables_are_whole_and_named() -> None:
-    first, second = engine(), engine()
-    tables = first.export_tables()
-    tables["item"]["weight"] += 1
-    checkpoint.restore_tables(second, tables)
-    assert torch.equal(second.export_tables()["item"]["weight"], tables["item"]["weight"])
-    with pytest.raises(RequestError, match="they differ in 'item'"):
-        checkpoint.restore_tables(engine("user"), tables)
+def test_planted_fault_without_the_copy_the_content_is_another(
+    tmp_path: Path, saver: Saver, monkeypatch: pytest.MonkeyPatch, gate: threading.Event
+) -> None:
+    """Twin: pieces that are not copied change under the writer's hands."""
+    monkeypatch.setattr(HostCopy, "take", lambda self, pieces: dict(pieces))
+    begun, resolve = threading.Event(), store.write_safetensors
+    monkeypatch.setattr(store, "write_safetensors", lambda *a: (begun.wait(60), resolve(*a))[1])
+    live = {name: tensor.clone() for name, tensor in TENSORS.items()}
+    saver.save(content(3, live), background=True)
+    for tensor in live.values():
+        tensor.fill_(-1.0)
+    begun.set()
+    gate.set()
+    saver.wait()
+    assert not torch.equal(find_checkpoint(tmp_path).tensor("dense/model/w"), TENSORS["dense/model/w"])
 
 
-# ---- random state -----------------------------------------------------------------------------------------------------------------------
+def test_training_goes_on_and_the_next_save_waits(tmp_path: Path, saver: Saver, told: list[int], gate: threading.Event) -> None:
+    saver.save(content(1), background=True)
+    saver.poll()
+    assert (told, checkpoints(tmp_path / "checkpoints")) == ([], [])
+    threading.Timer(0.2, gate.set).start()
+    saver.save(content(2), background=True)  # waits for the gate
+    assert told == [1]
+    saver.wait()
+    assert told == [1, 2]
+    assert [path.name for path in checkpoints(tmp_path / "checkpoints")] == ["step-1", "step-2"]
 
 
-def draw() -> list[float]:
-    return [float(torch.rand(())), float(np.random.rand()), float(np.random.randn()), random.random(), random.gauss(0, 1)]
+def test_a_complete_one_is_told_without_waiting(saver: Saver, told: list[int]) -> None:
+    saver.save(content(1), background=True)
+    until = time.monotonic() + 30
+    while not told and time.monotonic() < until:
+        saver.poll()
+        time.sleep(0.01)
+    assert told == [1]
 
 
-def test_random_states_come_from_the_seed_and_the_rank() -> None:
-    drawn = []
-    for seed, rank in ((1, 0), (1, 0), (1, 1), (2, 0)):
-        checkpoint.seed_random_state(seed, World(rank=rank, size=2))
-        drawn.append(draw())
-    assert drawn[0] == drawn[1]
-    assert all(a != b for other in drawn[2:] for a, b in zip(drawn[0], other, strict=True))
+def test_an_error_beside_training_is_raised_by_the_next_save_and_not_by_poll(tmp_path: Path, saver: Saver, told: list[int]) -> None:
+    saver.save(content(1, {"dense/model/w": torch.tensor(float("nan"))}), background=True)
+    time.sleep(0.5)
+    saver.poll()
+    with pytest.raises(RunFailed, match="step 1: dense/model/w holds"):
+        saver.save(content(2), background=True)
+    assert (told, checkpoints(tmp_path / "checkpoints")) == ([], [])
 
 
-def test_random_states_go_on(tmp_path: Path) -> None:
-    draw()
-    states = checkpoint.random_state(World())
-    torch.save(states, tmp_path / "random.pt")
-    expected = draw()
-    draw()
-    checkpoint.restore_random_state(torch.load(tmp_path / "random.pt", weights_only=True), World())
-    assert draw() == expected
+def test_closing_waits_and_logs_an_error(tmp_path: Path, saver: Saver, caplog: pytest.LogCaptureFixture) -> None:
+    saver.save(content(1), background=True)
+    saver.close()
+    assert [path.name for path in checkpoints(tmp_path / "checkpoints")] == ["step-1"]
+    other = Saver(tmp_path / "checkpoints", World(), keep=2, told=lambda step, path: None)
+    other.save(content(2, {"dense/model/w": torch.tensor(float("nan"))}), background=True)
+    other.close()
+    assert any("step 2: dense/model/w holds" in record.getMessage() for record in caplog.records)
 
 
-def test_case_E04_a_rank_that_was_not_saved_keeps_its_own_state() -> None:
-    states = checkpoint.random_state(World())
-    torch.manual_seed(99)
-    expected = float(torch.rand(()))
-    torch.manual_seed(99)
-    checkpoint.restore_random_state(states, World(rank=1, size=2))
-    assert float(torch.rand(())) == expected
+def test_case_F11_no_memory_is_pinned_on_the_cpu(saver: Saver, monkeypatch: pytest.MonkeyPatch) -> None:
+    pinned = []
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *a, pin_memory=False, **k: (pinned.append(pin_memory), empty(*a, **k))[1])
+    saver.save(content(1), background=True)
+    saver.wait()
+    assert pinned
+    assert not any(pinned)
 
 
-# ---- what may change --------------------------------------------------------------------------------------------------------------------
+def test_the_host_copy_is_made_once(saver: Saver) -> None:
+    """The memory of the copy is taken once, and follows a tensor that changes its shape."""
+    copy = HostCopy()
+    first = copy.take({"w": pieces_of(torch.ones(3))})["w"].parts[0].tensor
+    again = copy.take({"w": pieces_of(torch.zeros(3))})["w"].parts[0].tensor
+    other = copy.take({"w": pieces_of(torch.zeros(4))})["w"].parts[0].tensor
+    assert again.data_ptr() == first.data_ptr()
+    assert other.shape == (4,)
 
 
-def changed(section: str, **values: Any) -> RunConfig:
-    config = RunConfig()
-    return config.model_copy(update={section: getattr(config, section).model_copy(update=values)})
+# ---- killed -----------------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("section", "values"),
-    [
-        ("run", {"seed": 2}),
-        ("data", {"source": "toy"}),
-        ("data", {"batch_size": 7}),
-        ("model", {"options": {"dim": 3}}),
-        ("embedding", {"optimizer": "sgd"}),
-        ("precision", {"recipe": "bf16"}),
-        ("train", {"shuffle": False}),
-        ("train", {"ema_decay": 0.5}),
-    ],
-)
-def test_what_a_resumed_run_cannot_change_is_refused(section: str, values: dict[str, Any]) -> None:
-    about = {"config": RunConfig().model_dump(mode="json")}
-    with pytest.raises(RequestError, match=rf"resuming with {section}\.{next(iter(values))}.*the run was started with"):
-        checkpoint.check_same_run(about, changed(section, **values))
-
-
-def test_what_it_may_change_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    about = {"config": RunConfig().model_dump(mode="json")}
-    checkpoint.check_same_run(about, changed("train", epochs=9))
-    checkpoint.check_same_run(about, changed("run", out="elsewhere"))
-    assert [record.getMessage() for record in caplog.records] == ["resuming with train.epochs = 9; the run was started with 1"]
-
-
-def test_other_data_is_refused() -> None:
-    about = {"data": checkpoint.data_facts(FakeSource())}
-    checkpoint.check_same_data(about, FakeSource(seed=5))
-    with pytest.raises(RequestError, match="gives rows"):
-        checkpoint.check_same_data(about, FakeSource(rows=48))
-    source = FakeSource()
-    source.schema = lambda: replace(FakeSource().schema(), group=False)  # type: ignore[method-assign]
-    with pytest.raises(RequestError, match="gives schema"):
-        checkpoint.check_same_data(about, source)
+def test_a_kill_at_any_moment_leaves_a_loadable_checkpoint(tmp_path: Path) -> None:
+    """Signal 9 after each of the changes that the second and third checkpoint make on disk, the removal of the older one among them."""
+    steps = set()
+    for at in range(9, 34):
+        run = tmp_path / str(at)
+        assert write_until_killed(run, TENSORS, at) == -signal.SIGKILL
+        saved = find_checkpoint(run)
+        saved.verify()
+        step = saved.about["step"]
+        assert_equal(tensors_of(saved), {name: tensor + step for name, tensor in TENSORS.items()})
+        steps.add(step)
+        write_checkpoint(run / "checkpoints", content(50), keep=1)
+        assert [path.name for path in (run / "checkpoints").iterdir()] == ["step-50"]
+    assert steps == {1, 2, 3}

@@ -16,7 +16,7 @@ import pytest
 import torch
 from gem_train_ranks import Ranks, run_ranks
 
-from gem_core.train.checkpoint import checkpoints, find_checkpoint
+from gem_core.train.checkpoint.saved import checkpoints, find_checkpoint
 from gem_core.train.log import read_log
 
 CURVE = 1e-5

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from gem_core.config.load import LoadedConfig
-from gem_core.train.checkpoint import find_checkpoint
+from gem_core.train.checkpoint.saved import find_checkpoint
 from gem_core.train.efficiency import peak_of
 from gem_core.train.log import read_log
 from gem_core.train.run import evaluate_run, train

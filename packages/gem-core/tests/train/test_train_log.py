@@ -39,10 +39,10 @@ def test_a_new_run_starts_an_empty_log(tmp_path: Path) -> None:
 
 def test_a_resumed_log_goes_back_to_its_checkpoint(tmp_path: Path) -> None:
     """What was logged after the checkpoint, also at the same step, will be logged again."""
-    written(tmp_path, ("train", 2), ("eval", 2), ("checkpoint", 2), ("eval", 2), ("train", 3), ("failed", 3))
+    written(tmp_path, ("train", 2), ("eval", 2), ("saving", 2), ("eval", 2), ("train", 3), ("checkpoint", 2), ("saving", 4), ("failed", 4))
     with RunLog(tmp_path, total=10, step=2) as log:
         log.event("resumed", 2)
-    assert steps(tmp_path) == [("train", 2), ("eval", 2), ("checkpoint", 2), ("resumed", 2)]
+    assert steps(tmp_path) == [("train", 2), ("eval", 2), ("saving", 2), ("checkpoint", 2), ("resumed", 2)]
 
 
 def test_a_kill_between_checkpoint_and_its_line_keeps_all_steps_before(tmp_path: Path) -> None:

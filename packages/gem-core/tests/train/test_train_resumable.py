@@ -1,5 +1,6 @@
 """Sources with a cursor: each row is trained once an epoch, also when a run is cut and goes on with another number of ranks."""
 
+import json
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +13,8 @@ from gem_train_ranks import run_ranks
 
 from gem_core.config.load import load_config
 from gem_core.spec import RequestError, ResumableSource
-from gem_core.train.checkpoint import find_checkpoint
+from gem_core.train.checkpoint.saved import find_checkpoint
+from gem_core.train.checkpoint.store import file_sha256
 from gem_core.train.run import train
 
 ROWS = 90  # 16 a step: the last step is short
@@ -47,10 +49,12 @@ def test_a_cut_run_trains_each_row_once_an_epoch(configure: Callable[..., Any], 
 
 def test_a_checkpoint_without_a_cursor_is_refused(configure: Callable[..., Any], tmp_path: Path) -> None:
     train(configure(*overrides(tmp_path / "told"), "train.max_steps=2"))
-    saved = find_checkpoint(tmp_path / "run").path / "trainer.pt"
-    content = torch.load(saved)
-    assert content["data"][0]["done"]
-    torch.save({**content, "data": None}, saved)
+    saved = find_checkpoint(tmp_path / "run")
+    assert saved.trainer()["data"][0]["done"]
+    trainer = saved.path / "trainer.pt"
+    torch.save({**saved.trainer(), "data": None}, trainer)
+    saved.about["files"]["trainer.pt"] = {"sha256": file_sha256(trainer), "bytes": trainer.stat().st_size}
+    (saved.path / "about.json").write_text(json.dumps(saved.about))
     with pytest.raises(RequestError, match="holds no cursor of the data source"):
         train(load_config(tmp_path / "run" / "config.toml", ["train.max_steps=0"]), resume=tmp_path / "run")
 

@@ -21,7 +21,7 @@ from gem_core.config.load import LoadedConfig, load_config
 from gem_core.spec import CheckpointInfo, ParallelContext, ParallelStrategy, PluginError, RequestError, RunFailed, RunInfo, StepInfo, hookimpl
 from gem_core.train import compose as composing
 from gem_core.train import loop
-from gem_core.train.checkpoint import Saved, checkpoints, find_checkpoint
+from gem_core.train.checkpoint.saved import Saved, checkpoints, find_checkpoint
 from gem_core.train.compose import STAGES, compose
 from gem_core.train.log import read_log
 from gem_core.train.run import evaluate_run, train
@@ -408,14 +408,14 @@ def test_a_killed_run_resumes_to_the_bit(
         assert without_times(events(tmp_path / "run", name)) == without_times(events(tmp_path / "straight", name))
 
 
-@pytest.mark.parametrize("file", [4, 5, 6])
-def test_a_run_killed_while_it_writes_a_checkpoint_resumes_to_the_bit(configure: Configure, tmp_path: Path, file: int) -> None:
-    """Signal 9 after any of the three files of the second checkpoint: the first one counts."""
+@pytest.mark.parametrize("flush", [7, 10, 11])
+def test_a_run_killed_while_it_writes_a_checkpoint_resumes_to_the_bit(configure: Configure, tmp_path: Path, flush: int) -> None:
+    """Signal 9 after the tensors, after all four files, and after the folder of the second checkpoint: the first one counts."""
     settings = ("train.checkpoint_every=4", "model.options.dropout=0.3")
     train(configure(*settings, out="straight"))
     configure()  # the file that the killed process reads
     words = " ".join(f"--set {setting}" for setting in settings)
-    killed = run_ranks(1, tmp_path, f"train -c {tmp_path / 'fakes.toml'} {words}", kill_at_save=file)
+    killed = run_ranks(1, tmp_path, f"train -c {tmp_path / 'fakes.toml'} {words}", kill_at_flush=flush)
     assert killed.codes == [-9]
     assert find_checkpoint(tmp_path / "run").about["step"] == 4
     assert (tmp_path / "run" / "checkpoints" / ".writing-step-8").is_dir()
@@ -432,7 +432,7 @@ def test_planted_fault_without_the_random_state_a_resume_differs(configure: Conf
         interrupt_after(patch, 5)
         with pytest.raises(KeyboardInterrupt):
             train(configure(*settings))
-    monkeypatch.setattr("gem_core.train.checkpoint.restore_random_state", lambda states, world: None)
+    monkeypatch.setattr("gem_core.train.checkpoint.values.restore_random_state", lambda states, world: None)
     train(configure(*settings), resume=tmp_path / "run")
     with pytest.raises(AssertionError):
         assert_same(find_checkpoint(tmp_path / "run"), find_checkpoint(tmp_path / "straight"))
@@ -539,8 +539,14 @@ def test_a_nan_loss_ends_the_run_and_keeps_the_last_good_checkpoint(configure: C
     assert "not finite" in events(folder, "failed")[0]["error"]
 
 
-def test_a_weight_that_turned_nan_after_the_loss_is_never_saved(configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The loss of step 4 is finite and its update spoils a weight: the checkpoint of that step is refused, that of step 2 stays."""
+@pytest.mark.parametrize("background", [True, False])
+def test_a_weight_that_turned_nan_after_the_loss_is_never_saved(
+    configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, background: bool
+) -> None:
+    """The loss of step 4 is finite and its update spoils a weight: the checkpoint of that step is refused, that of step 2 stays.
+
+    Beside training, the loss of the next step is the first to stop the run, and the refusal is in the log.
+    """
 
     def spoil(learner: Any, *args: Any, step: int, **keywords: Any) -> Any:
         result = train_step(learner, *args, step=step, **keywords)
@@ -549,9 +555,46 @@ def test_a_weight_that_turned_nan_after_the_loss_is_never_saved(configure: Confi
         return result
 
     monkeypatch.setattr(loop, "train_step", spoil)
-    with pytest.raises(RunFailed, match=r"checkpoint of step 4: dense/model/last.bias holds a value that is not finite"):
-        train(configure("train.checkpoint_every=2"))
+    refusal = "checkpoint of step 4: dense/model/last.bias holds a value that is not finite"
+    with pytest.raises(RunFailed, match="training step 5: the loss is not finite" if background else refusal):
+        train(configure("train.checkpoint_every=2", f"train.checkpoint_background={str(background).lower()}"))
+    assert any(refusal in record.getMessage() for record in caplog.records) == background
     assert [path.name for path in checkpoints(tmp_path / "run" / "checkpoints")] == ["step-2"]
+
+
+def test_checkpoints_beside_training_equal_those_written_at_once(configure: Configure, tmp_path: Path) -> None:
+    """Case E13 on whole runs: every file of tensors has the same hash."""
+    settings = ("train.checkpoint_every=5", "train.keep_checkpoints=9", "model.options.dropout=0.3", "train.ema_decay=0.9")
+    train(configure(*settings))
+    train(configure(*settings, "train.checkpoint_background=false", out="at once"))
+    for step in (5, 10, 12):
+        one, other = (find_checkpoint(tmp_path / name / "checkpoints" / f"step-{step}") for name in ("run", "at once"))
+        names = [name for name in one.about["files"] if name != "trainer.pt"]  # which holds times
+        assert len(names) > 1
+        assert {name: one.about["files"][name] for name in names} == {name: other.about["files"][name] for name in names}
+
+
+def test_a_run_does_not_start_from_a_harmed_checkpoint(configure: Configure, tmp_path: Path) -> None:
+    train(configure("train.epochs=1"))
+    file = find_checkpoint(tmp_path / "run").path / "tensors-0-0.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-3] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(RunFailed, match=r"file tensors-0-0\.safetensors holds other bytes than were written"):
+        train(configure("train.epochs=2"), resume=tmp_path / "run")
+    with pytest.raises(RunFailed, match=r"tensors-0-0\.safetensors"):
+        evaluate_run(tmp_path / "run")
+
+
+def test_settings_of_the_optimiser_are_those_of_the_resumed_configuration(configure: Configure, tmp_path: Path) -> None:
+    train(configure("train.epochs=1", "optim.weight_decay=0.1"))
+    run = compose(configure("train.epochs=2", "optim.weight_decay=0.3", "optim.betas=[0.5, 0.6]"), resume=tmp_path / "run")
+    try:
+        assert {group["weight_decay"] for group in run.learner.optimizer.param_groups} == {0.3, 0.0}
+        assert {tuple(group["betas"]) for group in run.learner.optimizer.param_groups} == {(0.5, 0.6)}
+        assert {float(state["step"]) for state in run.learner.optimizer.state.values()} == {6.0}
+    finally:
+        run.close()
 
 
 def test_a_label_outside_zero_and_one_is_a_wrong_request(configure: Configure) -> None:

@@ -11,7 +11,7 @@ from gem_train_ranks import run_ranks
 
 from gem_core.config.load import LoadedConfig, load_config
 from gem_core.train import loop
-from gem_core.train.checkpoint import find_checkpoint
+from gem_core.train.checkpoint.saved import find_checkpoint
 from gem_core.train.log import read_log
 from gem_core.train.run import evaluate_run, train
 from gem_core.train.step import train_step

@@ -16,7 +16,7 @@ from torch.nn.functional import embedding_bag
 
 from gem_core.batch import KeyedJagged
 from gem_core.ops.rows import sum_rows, update_rows
-from gem_core.spec import SparseOptimizer, TableSpec, check_import, check_lr, check_tables, table_seed, table_state
+from gem_core.spec import SparseOptimizer, TableSlice, TableSpec, check_import, check_lr, check_tables, table_seed, table_state
 
 
 @dataclass
@@ -142,6 +142,23 @@ class TorchEmbeddings(nn.Module):
 
     def table_names(self) -> Sequence[str]:
         return [table.name for table in self._tables]
+
+    def table_slices(self) -> Sequence[TableSlice]:
+        """Every rank keeps the whole tables; the first one saves them."""
+        saves = not dist.is_initialized() or dist.get_rank() == 0
+        held = [(table.name, {"weight": weight.detach(), **self._slots[table.name]}) for table, weight in zip(self._tables, self.weights)]
+        return [
+            TableSlice(table=table, name=name, shape=tuple(tensor.shape), start=0, tensor=tensor, saves=saves)
+            for table, tensors in held
+            for name, tensor in tensors.items()
+        ]
+
+    def table_updates(self) -> int:
+        return self._updates
+
+    def tables_loaded(self, updates: int) -> None:
+        self.zero_grad()
+        self._updates = updates
 
     def export_tables(self) -> dict[str, dict[str, Tensor]]:
         """Copies on the CPU, as ``gem_core.spec.table_state`` says. Every rank has the whole tables, so nothing is exchanged."""

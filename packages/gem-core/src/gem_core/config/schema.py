@@ -111,6 +111,7 @@ class TrainSection(Section):
     max_steps: Count = Field(default=0, description="stop after so many steps; 0 is no limit")
     eval_every: Count = Field(default=0, description="steps between evaluations; 0 evaluates at the end only")
     checkpoint_every: Count = Field(default=0, description="steps between checkpoints; 0 saves at the end only")
+    checkpoint_background: bool = Field(default=True, description="write checkpoints beside training, from a copy in host memory")
     log_every: Positive = Field(default=20, description="steps between log lines")
     uneven: Literal["stop", "pad", "drop"] = Field(default="stop", description="what ranks do when their shares of the last rows differ")
     shuffle: bool = Field(default=True, description="shuffle the training split each epoch")

@@ -67,6 +67,27 @@ class EmbeddingEngine:
     options: str | None = None
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TableSlice:
+    """Consecutive rows of one tensor of a table, as one process keeps them.
+
+    Args:
+        table: the table's name.
+        name: which of its tensors: a name of ``table_state`` that has a shape.
+        shape: of the whole tensor.
+        start: the first row kept here.
+        tensor: ``[n, ...]``, rows ``[start, start + n)``: a view of the engine's own storage, on any device. Writing to it changes the table.
+        saves: whether this process writes it into a checkpoint; False where another process keeps the same rows and writes them.
+    """
+
+    table: str
+    name: str
+    shape: tuple[int, ...]
+    start: int
+    tensor: Any
+    saves: bool = True
+
+
 class Embeddings(Protocol):
     """What an engine loads: a ``torch.nn.Module`` that also owns the update of its tables.
 
@@ -87,6 +108,18 @@ class Embeddings(Protocol):
     def zero_grad(self, set_to_none: bool = True) -> None: ...
 
     def table_names(self) -> Sequence[str]: ...
+
+    def table_slices(self) -> Sequence[TableSlice]:
+        """All that this process keeps of the tables and their optimiser state. Over all processes every row is there. Not collective."""
+        ...
+
+    def table_updates(self) -> int:
+        """Updates made so far, which Adam's bias correction counts."""
+        ...
+
+    def tables_loaded(self, updates: int) -> None:
+        """The slices were filled from outside, after so many updates: pending gradients and anything fetched ahead are dropped. Collective."""
+        ...
 
     def export_tables(self) -> dict[str, dict[str, Any]]:
         """Whole tables as float32 CPU tensors, ``{table: {name: tensor}}`` with the names and shapes of ``table_state``. Collective when sharded."""

@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from gem_core.ops.slot import bind_kernels
 from gem_core.plugins import host
 from gem_core.select.policy import KernelChoice, choose, policy_scope
 from gem_core.spec import (
+    CheckpointInfo,
     DataSchema,
     Embeddings,
     ParallelContext,
@@ -38,7 +40,10 @@ from gem_core.spec import (
     Topology,
 )
 from gem_core.spec.parallel import STAGES as STRATEGY_STAGES
-from gem_core.train import checkpoint, folder, manifest
+from gem_core.train import folder, manifest
+from gem_core.train.checkpoint import restore, values
+from gem_core.train.checkpoint.saved import Saved, find_checkpoint
+from gem_core.train.checkpoint.saver import Saver
 from gem_core.train.efficiency import Peak, peak_of
 from gem_core.train.labels import check_tasks
 from gem_core.train.log import RunLog
@@ -82,12 +87,13 @@ class Run:
     manifest: dict[str, Any]
     info: RunInfo
     log: RunLog
+    saver: Saver
 
     def __init__(self, loaded: LoadedConfig, *, resume: Path | None = None, training: bool = True) -> None:
         self.loaded, self.config = loaded, loaded.config
         self.resume, self.training = resume, training
         self.folder = resume or Path(loaded.config.run.out)
-        self.saved: checkpoint.Saved | None = None
+        self.saved: Saved | None = None
         self.average: AveragedWeights | None = None
         self.progress = Progress()
         self.saved_step = -1
@@ -114,9 +120,9 @@ def _configuration(run: Run) -> None:
         folder.check_new(run.folder)
         return
     folder.require_run(run.resume)
-    run.saved = checkpoint.find_checkpoint(run.resume)
+    run.saved = find_checkpoint(run.resume)
     if run.training:
-        checkpoint.check_same_run(run.saved.about, run.config)
+        restore.check_same_run(run.saved.about, run.config)
 
 
 def _plugins(run: Run) -> None:
@@ -135,7 +141,7 @@ def _mesh(run: Run) -> None:
         torch.set_num_threads(run.config.run.threads)
     run.world = open_world(run.config.run.device)
     run._stack.callback(close_world, run.world, run)
-    checkpoint.seed_random_state(run.config.run.seed, run.world)
+    values.seed_random_state(run.config.run.seed, run.world)
 
 
 def _data(run: Run) -> None:
@@ -147,7 +153,7 @@ def _data(run: Run) -> None:
         if run.source.rows(split) < 1:
             raise RequestError(f"the {split} split of {data.source!r}", "it has no rows", "Choose other data options.")
     if run.training and run.saved is not None:
-        checkpoint.check_same_data(run.saved.about, run.source)
+        restore.check_same_data(run.saved.about, run.source)
 
 
 def _model_on_meta(run: Run) -> None:
@@ -234,21 +240,21 @@ def _restore(run: Run) -> None:
     if run.training and run.saved.about["kernels"] != run.kernels:
         so = f"the run was started with {run.saved.about['kernels']} and would go on with {run.kernels}"
         raise RequestError(f"resuming {run.resume}", so, "Name the kernels it was started with: --set kernels.use.OP=BACKEND.")
-    content = run.saved.read()
-    checkpoint.restore_dense(run.model, content["dense"], run.learner.optimizer if run.training else None)
-    checkpoint.restore_tables(run.embeddings, content["tables"])
+    restore.verify_together(run.saved, run.world)
+    trainer = run.saved.trainer()
+    restore.restore_dense(run.model, run.saved, run.learner.optimizer if run.training else None)
+    restore.restore_tables(run.embeddings, run.saved, updates=trainer["updates"] if run.training else None)
     if run.config.train.ema_decay:
         run.average = run.average or AveragedWeights(run.model, run.config.train.ema_decay)
-        run.average.load_state_dict(content["dense"]["average"])
+        restore.restore_average(run.average.state_dict(), run.saved)
     if not run.training:
         return
-    trainer = content["trainer"]
     unknown = run.learner.stream.load_state_dict(trainer["stream"], run.world)
     if unknown:
         log.warning("training metrics of %s stand on one side only and start afresh", ", ".join(unknown))
     run.progress.load_state_dict(trainer["progress"], run.world)
     run.saved_step = run.progress.step
-    checkpoint.restore_random_state(trainer["random"], run.world)
+    values.restore_random_state(trainer["random"], run.world)
     if isinstance(run.source, ResumableSource):
         if trainer.get("data") is None:
             raise RequestError(f"resuming {run.resume}", "its checkpoint holds no cursor of the data source", "Start a new run.")
@@ -286,7 +292,15 @@ def _run_started(run: Run) -> None:
     run.log.event("resumed" if run.resume else "started", run.progress.step, kernels=run.kernels, world=world.size)
     dump = config.model_dump(mode="json")
     run.info = RunInfo(folder=run.folder, seed=config.run.seed, config=dump, kernels=run.kernels, rank=world.rank, world=world.size)
+    run.saver = Saver(run.folder / "checkpoints", world, keep=config.train.keep_checkpoints, told=partial(_checkpoint_complete, run))
+    run._stack.callback(run.saver.close)
     host().notify("gem_run_started", run=run.info)
+
+
+def _checkpoint_complete(run: Run, step: int, path: Path) -> None:
+    run.log.event("checkpoint", step)
+    if run.world.leads:
+        host().notify("gem_checkpoint_saved", run=run.info, checkpoint=CheckpointInfo(step=step, path=path))
 
 
 @dataclass(frozen=True, slots=True)

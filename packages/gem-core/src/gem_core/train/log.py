@@ -94,7 +94,11 @@ def read_log(folder: Path) -> list[dict[str, Any]]:
 
 
 def _until_checkpoint(path: Path, step: int) -> list[str]:
+    """What was logged until the state of a step was taken, and that checkpoints up to it were complete, which is known later."""
     records = read_log(path.parent)
-    saved = [i for i, r in enumerate(records) if r["event"] == "checkpoint" and r["step"] == step]
-    kept = records[: saved[-1] + 1] if saved else [r for r in records if r["step"] <= step]
+    taken = [i for i, r in enumerate(records) if r["event"] == "saving" and r["step"] == step]
+    if taken:
+        kept = [r for i, r in enumerate(records) if i <= taken[-1] or (r["event"] == "checkpoint" and r["step"] <= step)]
+    else:
+        kept = [r for r in records if r["step"] <= step]
     return [json.dumps(record) + "\n" for record in kept]

@@ -2,13 +2,17 @@
 
 import time
 from contextlib import nullcontext
+from datetime import UTC, datetime
 from typing import Any
 
 import torch
 
+from gem_core import __version__
 from gem_core.plugins import host
-from gem_core.spec import CheckpointInfo, GemError, ResumableSource, Shard, StepInfo
-from gem_core.train import checkpoint
+from gem_core.spec import GemError, ResumableSource, Shard, StepInfo
+from gem_core.train.checkpoint import restore, values
+from gem_core.train.checkpoint.pieces import dense_pieces, table_pieces
+from gem_core.train.checkpoint.saver import Content
 from gem_core.train.compose import Run
 from gem_core.train.efficiency import TRAIN_OVER_FORWARD
 from gem_core.train.evaluate import Evaluation, evaluate
@@ -27,7 +31,8 @@ def train_epochs(run: Run) -> None:
     try:
         _epochs(run)
         if run.saved_step != run.progress.step:
-            save(run)
+            save(run, background=False)
+        run.saver.wait()
     except GemError as error:
         run.log.event("failed", run.progress.step, error=str(error))
         raise
@@ -84,13 +89,14 @@ def _steps(run: Run, feed: Feed) -> bool:
         seconds, mark = now - mark, now
         progress.meter.add(rows=work.rows, forward_flops=work.flops, seconds=seconds, data_seconds=work.data_seconds, loss=result.loss)
         run.log.advance(progress.step)
+        run.saver.poll()
         if progress.step % config.train.log_every == 0 or progress.step == run.total_steps:
             _log_step(run, work, result.loss, seconds, factor=factor, grad_norm=result.grad_norm)
         pause = time.perf_counter()
         if config.train.eval_every and progress.step % config.train.eval_every == 0:
             evaluate_now(run)
         if config.train.checkpoint_every and progress.step % config.train.checkpoint_every == 0:
-            save(run)
+            save(run, background=config.train.checkpoint_background)
         mark += time.perf_counter() - pause  # neither is training time
         if progress.step == limit:
             return True
@@ -133,37 +139,41 @@ def evaluate_now(run: Run) -> Evaluation:
     return done
 
 
-def save(run: Run) -> None:
-    """Write a checkpoint of all ranks' state. Collective.
+def save(run: Run, *, background: bool) -> None:
+    """Save a checkpoint of all ranks' state. Collective.
+
+    Args:
+        background: write it beside training; errors are raised by the next save or at the end of the run.
 
     Raises:
-        RunFailed: something is not finite (nothing is written), on every rank.
+        RunFailed: something is not finite or cannot be written, on every rank; nothing is left of this checkpoint.
     """
     learner, world, step = run.learner, run.world, run.progress.step
-    dense = checkpoint.dense_state(run.model, learner.optimizer)
-    state = {
-        "dense": {**dense, "average": None if run.average is None else run.average.state_dict()},
-        "tables": run.embeddings.export_tables(),
-        "trainer": {
-            "stream": learner.stream.state_dict(world),
-            "progress": run.progress.state_dict(world),
-            "random": checkpoint.random_state(world),
-            "data": world.gather_objects(run.source.cursor()) if isinstance(run.source, ResumableSource) else None,
-        },
+    dense = restore.model_tensors(run.model) | restore.optimizer_tensors(run.model, learner.optimizer)
+    if run.average is not None:
+        dense |= restore.average_tensors(run.average.state_dict())
+    pieces = dense_pieces(dense, leads=world.leads) | table_pieces([piece for piece in run.embeddings.table_slices() if piece.saves])
+    trainer = {
+        "stream": learner.stream.state_dict(world),
+        "progress": run.progress.state_dict(world),
+        "random": values.random_state(world),
+        "data": world.gather_objects(run.source.cursor()) if isinstance(run.source, ResumableSource) else None,
+        "updates": run.embeddings.table_updates(),
     }
-    about = {"config": run.config.model_dump(mode="json"), "kernels": run.kernels, "data": checkpoint.data_facts(run.source), "world": world.size}
-    error = None
-    if world.leads:
-        try:
-            path = checkpoint.save_checkpoint(run.folder / "checkpoints", step, state, about, keep=run.config.train.keep_checkpoints)
-            run.log.event("checkpoint", step)
-            host().notify("gem_checkpoint_saved", run=run.info, checkpoint=CheckpointInfo(step=step, path=path))
-        except GemError as refused:
-            error = refused
-    error = world.from_lead(error)
-    if error is not None:
-        raise error
+    run.log.event("saving", step)
+    run.saver.save(Content(step=step, pieces=pieces, trainer=trainer, about=about(run)), background=background)
     run.saved_step = step
+
+
+def about(run: Run) -> dict[str, Any]:
+    """What a checkpoint says of its run: plain values."""
+    return {
+        "config": run.config.model_dump(mode="json"),
+        "kernels": run.kernels,
+        "data": restore.data_facts(run.source),
+        "world": run.world.size,
+        "written_by": {"gem_core": __version__, "torch": torch.__version__, "time": datetime.now(UTC).isoformat(timespec="seconds")},
+    }
 
 
 def _tell_uneven(run: Run, feed: Feed, epoch: int) -> None:

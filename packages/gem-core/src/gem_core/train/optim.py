@@ -3,7 +3,6 @@
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -87,13 +86,8 @@ class AveragedWeights:
             self._copy(kept)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """``{parameter name: average}`` on the CPU."""
-        return {name: average.cpu() for name, average in self._average.items()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a saved average; KeyError on other names."""
-        for name, average in self._average.items():
-            average.copy_(state[name])
+        """``{parameter name: average}``: the averages themselves, to be saved or filled."""
+        return dict(self._average)
 
     @torch.no_grad()
     def _copy(self, source: dict[str, Tensor]) -> None:

@@ -1,0 +1,272 @@
+"""Tensors in files, written and read through torch.distributed.checkpoint.
+
+Each rank writes files ``tensors-RANK-NUMBER.safetensors`` in the safetensors format, several at a time, and hashes what it writes. ``tensors.json``
+says which file holds which box of which tensor. Nothing is pickled, and a reader maps the files and touches only the rows it wants.
+"""
+
+import hashlib
+import json
+import math
+import mmap
+import os
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, StorageMeta, TensorProperties, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.futures import Future
+
+from gem_core.spec import RunFailed
+from gem_core.train.checkpoint.pieces import box
+
+INDEX = "tensors.json"
+KEPT = "Nothing was written; the checkpoint before it is kept."
+FILE_BYTES = 256 << 20
+THREADS = min(4, os.cpu_count() or 1)
+_BLOCK = 8 << 20
+_NAMES = {
+    torch.float64: "F64",
+    torch.int64: "I64",
+    torch.float32: "F32",
+    torch.int32: "I32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int16: "I16",
+    torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.bool: "BOOL",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+}
+"""The safetensors names of dtypes."""
+DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class FileFacts:
+    """A written file: its name, SHA-256 in hexadecimal digits, and bytes."""
+
+    name: str
+    sha256: str
+    size: int
+
+
+Finish = Callable[[Mapping[str, Any], Sequence[FileFacts]], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a box of a tensor lies: the file, the first byte in it, and its shape."""
+
+    file: FileFacts
+    begin: int
+    sizes: tuple[int, ...]
+
+
+def write_safetensors(path: Path, tensors: Sequence[tuple[str, Tensor]]) -> tuple[FileFacts, list[int]]:
+    """Write CPU tensors, widest dtype first so that each is aligned, flush them to disk, and return the first byte of each.
+
+    Raises:
+        RunFailed: a value is not finite; the tensor is named.
+    """
+    begin, header = 0, dict[str, Any]()
+    for key, tensor in tensors:
+        header[key] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, begin + tensor.nbytes]}
+        begin += tensor.nbytes
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    digest = hashlib.sha256()
+    with path.open("wb", buffering=0) as file:
+        for block in (len(text).to_bytes(8, "little"), text):
+            digest.update(block)
+            file.write(block)
+        for key, tensor in tensors:
+            _refuse_non_finite(key, tensor)
+            _write(file, digest, tensor)
+        os.fsync(file.fileno())
+    data = 8 + len(text)
+    return FileFacts(path.name, digest.hexdigest(), data + begin), [data + header[key]["data_offsets"][0] for key, _ in tensors]
+
+
+def _write(file: Any, digest: Any, tensor: Tensor) -> None:
+    if not tensor.numel():
+        return
+    content = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
+    for first in range(0, len(content), _BLOCK):
+        block = content[first : first + _BLOCK]
+        digest.update(block)
+        while block:
+            block = block[file.write(block) :]
+
+
+def _refuse_non_finite(key: str, tensor: Tensor) -> None:
+    if tensor.is_floating_point() and tensor.numel():
+        low, high = torch.aminmax(tensor if tensor.element_size() > 1 else tensor.float())
+        if not (math.isfinite(low) and math.isfinite(high)):
+            raise RunFailed("a checkpoint", f"{key.split('@')[0]} holds a value that is not finite", KEPT)
+
+
+def file_sha256(path: Path) -> str:
+    """SHA-256 of a file in hexadecimal digits."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+class Writer(StorageWriter):
+    """Writes the pieces of a rank.
+
+    Args:
+        folder: where the files go.
+        rank: of this process.
+        begin: called on the first rank before any rank writes.
+        finish: called on the first rank with the index and the files of all ranks, when all are on disk.
+    """
+
+    def __init__(self, folder: Path, rank: int, *, begin: Callable[[], None], finish: Finish) -> None:
+        self._folder, self._rank, self._begin, self._finish = folder, rank, begin, finish
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Nothing is kept between checkpoints."""
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        if is_coordinator:
+            self._begin()
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        return plans
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        groups = _in_files(plan.items)
+        with ThreadPoolExecutor(THREADS) as pool:
+            written = list(pool.map(lambda n: self._write_file(n, groups[n], planner), range(len(groups))))
+        future: Future[list[WriteResult]] = Future()
+        future.set_result([result for results in written for result in results])
+        return future
+
+    def _write_file(self, number: int, items: Sequence[WriteItem], planner: SavePlanner) -> list[WriteResult]:
+        tensors = []
+        for item in items:
+            tensor = planner.resolve_data(item)
+            assert isinstance(tensor, Tensor)
+            tensors.append((_key(item), tensor.detach().cpu()))
+        file, begins = write_safetensors(self._folder / f"tensors-{self._rank}-{number}.safetensors", tensors)
+        return [
+            WriteResult(index=item.index, size_in_bytes=tensor.nbytes, storage_data=Place(file, begin, tuple(tensor.shape)))
+            for item, (_, tensor), begin in zip(items, tensors, begins, strict=True)
+        ]
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        index: dict[str, Any] = {}
+        for name, saved in metadata.state_dict_metadata.items():
+            assert isinstance(saved, TensorStorageMetadata)
+            index[name] = {"dtype": _NAMES[saved.properties.dtype], "shape": list(saved.size), "pieces": []}
+        files: dict[str, FileFacts] = {}
+        for result in (result for of_rank in results for result in of_rank):
+            place: Place = result.storage_data
+            files[place.file.name] = place.file
+            piece = {"file": place.file.name, "begin": place.begin, "offsets": list(result.index.offset or ()), "sizes": list(place.sizes)}
+            index[result.index.fqn]["pieces"].append(piece)
+        for name, entry in index.items():
+            there = sum(math.prod(piece["sizes"]) for piece in entry["pieces"])
+            if there != math.prod(entry["shape"]):
+                so = f"the ranks hold {there} of the {math.prod(entry['shape'])} values of {name}"
+                raise RunFailed("a checkpoint", so, KEPT)
+        self._finish(index, [files[name] for name in sorted(files)])
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return True
+
+    def storage_meta(self) -> StorageMeta | None:
+        return None
+
+
+def _key(item: WriteItem) -> str:
+    """The tensor's name, and after an @ where the box begins if it is not the whole."""
+    data = item.tensor_data
+    assert data is not None
+    return item.index.fqn if data.chunk.sizes == data.size else f"{item.index.fqn}@{','.join(map(str, data.chunk.offsets))}"
+
+
+def _in_files(items: Sequence[WriteItem]) -> list[list[WriteItem]]:
+    """Items in files of about ``FILE_BYTES``, widest dtype first."""
+    groups: list[list[WriteItem]] = []
+    room = 0
+    for item in sorted(items, key=lambda item: -_width(item)):
+        if not groups or room <= 0:
+            groups.append([])
+            room = FILE_BYTES
+        groups[-1].append(item)
+        assert item.tensor_data is not None
+        room -= _width(item) * math.prod(item.tensor_data.chunk.sizes)
+    return groups
+
+
+def _width(item: WriteItem) -> int:
+    assert item.tensor_data is not None
+    return item.tensor_data.properties.dtype.itemsize
+
+
+class Reader(StorageReader):
+    """Fills pieces from the files of a checkpoint folder.
+
+    Args:
+        folder: the checkpoint.
+        index: the content of ``tensors.json``.
+    """
+
+    def __init__(self, folder: Path, index: Mapping[str, Any]) -> None:
+        self._folder, self._index = folder, index
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Nothing is kept between readings."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        tensors: dict[str, Any] = {}
+        places: dict[MetadataIndex, Any] = {}
+        for name, entry in self._index.items():
+            chunks = [ChunkStorageMetadata(torch.Size(piece["offsets"]), torch.Size(piece["sizes"])) for piece in entry["pieces"]]
+            tensors[name] = TensorStorageMetadata(TensorProperties(dtype=DTYPES[entry["dtype"]]), torch.Size(entry["shape"]), chunks)
+            places |= {MetadataIndex(name, piece["offsets"]): piece for piece in entry["pieces"]}
+        return Metadata(tensors, storage_data=places)
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        self._places = metadata.storage_data
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        wanted: dict[str, list[ReadItem]] = {}
+        for item in plan.items:
+            wanted.setdefault(self._places[item.storage_index]["file"], []).append(item)
+        with ThreadPoolExecutor(THREADS) as pool:
+            list(pool.map(lambda name: self._read_file(name, wanted[name], planner), wanted))
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    @torch.no_grad()
+    def _read_file(self, name: str, items: Sequence[ReadItem], planner: LoadPlanner) -> None:
+        with (self._folder / name).open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) as content:
+            for item in items:
+                place, dtype = self._places[item.storage_index], DTYPES[self._index[item.storage_index.fqn]["dtype"]]
+                saved = torch.frombuffer(content, dtype=dtype, count=math.prod(place["sizes"]), offset=place["begin"]).view(place["sizes"])
+                planner.resolve_tensor(item).copy_(box(saved, item.storage_offsets, item.lengths))
+                del saved  # a map cannot be closed while a tensor looks into it
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return True
