@@ -101,6 +101,14 @@ def test_case_H21_taobao_ads_blanks_and_names(sample: Sample, rows: Rows) -> Non
     assert dict(tables["impressions"].ledger) == {"read": 6, "kept": 5, "dropped: clk and nonclk agree": 1}
 
 
+def test_taobao_users_may_be_called_nick(sample: Sample, rows: Rows) -> None:
+    folder = sample("taobao-ads")
+    path = folder / "behavior_log.csv"
+    before = rows(known_data_set("taobao-ads").tables(folder)["events"])
+    path.write_text(path.read_text().replace("user,", "nick,", 1))
+    assert rows(known_data_set("taobao-ads").tables(folder)["events"]).equals(before)
+
+
 def test_case_H03_ali_ccp_features_between_control_characters(read: Read) -> None:
     tables = read("ali-ccp")
     first = tables["impressions"].row(0, named=True)
@@ -138,6 +146,16 @@ def test_ali_ccp_test_rows_are_those_of_the_test_file(sample: Sample, rows: Rows
     split = known.definition(tables)["split"]
     assert split == {"kind": "time", "test_from": 4}
     assert frame.filter(pl.col("row") >= 4)["common_id"].to_list() == ["bb", "dd"]
+
+
+def test_ali_ccp_files_may_lie_where_their_archives_put_them(sample: Sample, rows: Rows) -> None:
+    folder = sample("ali-ccp")
+    before = rows(known_data_set("ali-ccp").tables(folder)["impressions"])
+    for part in ("train", "test"):
+        (folder / f"sample_{part}").mkdir()
+        for name in ("sample_skeleton", "common_features"):
+            (folder / f"{name}_{part}.csv").rename(folder / f"sample_{part}" / f"{name}_{part}.csv")
+    assert rows(known_data_set("ali-ccp").tables(folder)["impressions"]).equals(before)
 
 
 def test_an_ali_ccp_row_with_too_few_features_is_refused(sample: Sample, rows: Rows) -> None:

@@ -28,7 +28,7 @@ def rows() -> dict[str, tuple[str, str]]:
 def test_the_document_describes_the_data_set(name: str, sample: Callable[[str], Path]) -> None:
     tables, text = rows()[name]
     found = list(KNOWN[name].tables(sample(name)))
-    assert [table for table in tables.split(", ") if table in found] == found
+    assert sorted(tables.split(", ")) == sorted([*found, *(["users"] if name == "recbole" else [])])  # the sample has no users
     assert all(choice in text for choice in KNOWN[name].choices)
 
 

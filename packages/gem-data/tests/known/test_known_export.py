@@ -47,6 +47,18 @@ def test_case_H01_both_kuairand_periods_reach_the_prepared_rows(sample: Sample, 
     assert sorted(rows["_user"].to_list()) == [1, 2, 2, 3]
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_case_H21_impressions_without_profile_ad_or_brand_all_train(sample: Sample, tmp_path: Path) -> None:
+    export(KNOWN["taobao-ads"], sample("taobao-ads"), tmp_path / "tables")
+    CliRunner().invoke(app, ["prepare", str(tmp_path / "tables" / "definition.toml"), "--out", str(tmp_path / "prepared")])
+    data = json.loads((tmp_path / "prepared" / "data.json").read_text())
+    assert {name: count for name, count in data["ledger"].items() if "dropped" in name} == {}
+    assert sum(split["unmatched"] for split in data["sides"]["users"].values()) == 1
+    assert sum(split["unmatched"] for split in data["sides"]["ads"].values()) == 1
+    rows = pl.concat([pl.read_parquet(part) for part in sorted((tmp_path / "prepared").glob("*/part-*.parquet"))], how="diagonal")
+    assert rows.filter(pl.col("brand") == 0).height == 3, "no ad, or an ad without a brand: row 0"
+
+
 def test_an_export_is_whole_or_not_there(sample: Sample, tmp_path: Path) -> None:
     folder = sample("avazu")
 

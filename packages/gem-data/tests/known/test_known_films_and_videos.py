@@ -105,7 +105,7 @@ def test_case_H21_kuairand_blanks_ranges_and_lists(read: Read) -> None:
     assert tables["users"]["follow_user_num_range"].to_list() == ["(0,10]", "0"]
     assert tables["users"]["is_live_streamer"].to_list() == ["0", "-124"]
     assert tables["items"]["video_duration"].to_list() == [10000.0, None, 8000.0]
-    assert tables["items"]["tags"].to_list() == [[12, 65], [8], []]
+    assert tables["items"]["tags"].to_list() == [["12", "65"], ["8"], []]
     assert tables["item_statistics"].rows() == [(50, 17.0, 120.5, 0.25), (51, 3.0, None, 0.001)]
 
 
@@ -114,6 +114,13 @@ def test_a_missing_period_of_kuairand_is_refused(sample: Sample) -> None:
     (folder / "data" / "log_standard_4_22_to_5_08_pure.csv").unlink()
     with pytest.raises(RequestError, match="log_standard_4_22_to_5_08_pure"):
         known_data_set("kuairand-pure").tables(folder)
+
+
+def test_kuairand_does_without_what_its_definition_does_not_use(sample: Sample) -> None:
+    folder = sample("kuairand-27k")
+    for name in ("log_random_4_22_to_5_08_27k_part1", "log_random_4_22_to_5_08_27k_part2", "video_features_statistic_27k_part1"):
+        (folder / "data" / f"{name}.csv").unlink()
+    assert list(known_data_set("kuairand-27k").tables(folder)) == ["impressions", "users", "items", "item_statistics"]
 
 
 def test_case_H23_yambda_keeps_replays_and_names_the_kinds(read: Read) -> None:

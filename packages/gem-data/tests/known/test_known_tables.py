@@ -73,6 +73,14 @@ def test_names_and_types_are_found_through_outer_blanks(tmp_path: Path) -> None:
     assert frame(known).rows() == [(1, "007")]
 
 
+def test_columns_that_nobody_asked_for_may_hold_anything(tmp_path: Path) -> None:
+    """Guessing from the first rows would take `other` for a number, and fail later."""
+    lines = [f"{k},1\n" for k in range(20_000)] + ["20000,not a number\n"]
+    (tmp_path / "a.csv").write_text("id,other\n" + "".join(lines))
+    known = KnownTable(files=[tmp_path / "a.csv"], read={"types": typed("id:int64")}, columns=same("id"))
+    assert frame(known)["id"].to_list() == list(range(20_001))
+
+
 def test_a_missing_column_is_named(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("id\n1\n")
     with pytest.raises(RequestError, match="'code'"):

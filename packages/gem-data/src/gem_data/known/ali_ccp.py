@@ -69,19 +69,24 @@ def _open(folder: Path, choices: Choices) -> dict[str, KnownTable]:
     own = {**same(*OWN_ONE, *(f"{field}.value" for field in VALUED)), **_many(OWN_MANY)}
     return {
         "impressions": KnownTable(
-            files=[*find(folder, "sample_skeleton_train.csv*"), *find(folder, "sample_skeleton_test.csv*")],
+            files=_both(folder, "sample_skeleton"),
             read=skeleton,
             expand=parse_features("features", "count", OWN_ONE, OWN_MANY),
             drop={"purchase without a click": clickless} if policy == "drop" else {},
             columns={"row": pl.col(ROW), **same("sample_id", "common_id", "click"), "purchase": purchase.cast(pl.Int8), **own},
         ),
         "common": KnownTable(
-            files=[*find(folder, "common_features_train.csv*"), *find(folder, "common_features_test.csv*")],
+            files=_both(folder, "common_features"),
             read=common,
             expand=parse_features("features", "count", COMMON_ONE, COMMON_MANY),
             columns={**same("common_id", *COMMON_ONE), **_many(COMMON_MANY)},
         ),
     }
+
+
+def _both(folder: Path, name: str) -> list[Path]:
+    """The training file, then the test file; each also in the folder that its archive makes."""
+    return [path for part in ("train", "test") for path in find(folder, f"{name}_{part}.csv*", f"sample_{part}/{name}_{part}.csv*")]
 
 
 def _many(fields: Iterable[str]) -> dict[str, pl.Expr]:
@@ -105,7 +110,11 @@ DATA_SETS = (
         name="ali-ccp",
         summary="84 million recommended items with click and purchase",
         terms="Ma et al. 2018, Alibaba Tianchi: research, cite",
-        files=("sample_skeleton_train.csv, sample_skeleton_test.csv", "common_features_train.csv, common_features_test.csv"),
+        files=(
+            "sample_skeleton_train.csv, sample_skeleton_test.csv",
+            "common_features_train.csv, common_features_test.csv",
+            "also in sample_train/ and sample_test/",
+        ),
         quirks=(
             "features inside a field, between the bytes 1, 2 and 3",
             "a request's features are joined by their index; rows without a match are kept",

@@ -44,7 +44,6 @@ def _opener(year: str) -> Callable[[Path, Choices], dict[str, KnownTable]]:
         if year == "2023":
             files = find(folder, "*.csv", "*.csv.gz", "*.jsonl", "*.jsonl.gz")
             read: dict[str, Any] = {"types": typed("user_id", "parent_asin", "rating:float64", "timestamp:int64")}
-            read |= {"columns": ["user_id", "parent_asin", "rating", "timestamp"]} if ".jsonl" in files[0].name else {}
             item, second = "parent_asin", 1000
         else:
             files = find(folder, "*.csv", "*.csv.gz")

@@ -8,7 +8,7 @@ import polars as pl
 
 from gem_data.formats.scan import scan
 from gem_data.known.dataset import Choices, KnownDataSet, MultiId, Tables, hashed, numbers, sequence, tasks
-from gem_data.known.tables import KnownTable, find, same, typed
+from gem_data.known.tables import KnownTable, find, find_any, same, typed
 from gem_data.schema.declare import Schema
 
 FEEDBACK = {"is_click": 1, "is_like": 2, "is_follow": 4, "is_comment": 8, "is_forward": 16, "is_hate": 32, "long_view": 64, "is_profile_enter": 128}
@@ -37,39 +37,30 @@ def _statistics(files: list[Path]) -> KnownTable:
     return KnownTable(files=files, read=read, columns={"item_id": pl.col("video_id"), **same(*names)})
 
 
+EXTRA = {"random": ("log_random_4_22_to_5_08", _log), "item_statistics": ("video_features_statistic", _statistics)}
+"""Tables that the definition does without: they are read where their files are there."""
+
+
 def _opener(size: str) -> Callable[[Path, Choices], dict[str, KnownTable]]:
     def opened(folder: Path, _: Choices) -> dict[str, KnownTable]:
         # One after the other: who appears in one period only keeps his rows. Every part of both periods is needed.
         periods = [
             find(folder, f"log_standard_{days}_{size}.csv", f"log_standard_{days}_{size}_part*.csv") for days in ("4_08_to_4_21", "4_22_to_5_08")
         ]
-        days = find(folder, f"log_random_4_22_to_5_08_{size}.csv", f"log_random_4_22_to_5_08_{size}_part*.csv")
-        statistics = find(folder, f"video_features_statistic_{size}.csv", f"video_features_statistic_{size}_part*.csv")
+        extra = {name: find_any(folder, f"{file}_{size}.csv", f"{file}_{size}_part*.csv") for name, (file, _) in EXTRA.items()}
+        users = {"types": typed("user_id:int64", *USER)}
+        videos = typed("video_id:int64", "author_id:int64", "video_type", "upload_dt", "upload_type", "video_duration:float64", "music_id", "tag")
+        tags = pl.col("tag").fill_null("").str.split(",").list.eval(pl.element().str.strip_chars().replace("", None).drop_nulls())
+        plain = same("author_id", "video_type", "upload_dt", "upload_type", "video_duration", "music_id")
         return {
             "impressions": _log([file for period in periods for file in period]),
-            "random": _log(days),
-            "users": KnownTable(
-                files=find(folder, f"user_features_{size}.csv"),
-                read={"types": typed("user_id:int64", "user_active_degree", *RANGES)},
-                columns={"user_id": pl.col("user_id"), **{name: pl.col(name).cast(pl.String) for name in USER}},
-            ),
+            "users": KnownTable(files=find(folder, f"user_features_{size}.csv"), read=users, columns=same("user_id", *USER)),
             "items": KnownTable(
                 files=find(folder, f"video_features_basic_{size}.csv"),
-                read={
-                    "types": typed(
-                        "video_id:int64", "author_id:int64", "video_type", "upload_dt", "upload_type", "video_duration:float64", "music_id", "tag"
-                    )
-                },
-                columns={
-                    "item_id": pl.col("video_id"),
-                    **same("author_id", "video_type", "upload_dt", "upload_type", "video_duration", "music_id"),
-                    "tags": pl.col("tag")
-                    .fill_null("")
-                    .str.split(",")
-                    .list.eval(pl.element().str.strip_chars().replace("", None).drop_nulls().cast(pl.Int64)),
-                },
+                read={"types": videos},
+                columns={"item_id": pl.col("video_id"), **plain, "tags": tags},
             ),
-            "item_statistics": _statistics(statistics),
+            **{name: EXTRA[name][1](files) for name, files in extra.items() if files},
         }
 
     return opened
@@ -111,10 +102,9 @@ DATA_SETS = tuple(
         terms="Gao et al. 2022, CC BY-SA 4.0; cite, do not pass samples on",
         files=(
             f"log_standard_*_{size}*.csv (both periods)",
-            f"log_random_*_{size}*.csv",
             f"user_features_{size}.csv",
             f"video_features_basic_{size}.csv",
-            f"video_features_statistic_{size}*.csv",
+            f"where there: log_random_*_{size}*.csv, video_features_statistic_{size}*.csv",
         ),
         quirks=(
             "users of one period only are kept",

@@ -26,7 +26,8 @@ class KnownTable:
 
     Args:
         files: raw files in the order of their rows.
-        read: arguments of ``gem_data.formats.scan``, the same for every file; ``types`` are keyed by column names without outer blanks.
+        read: arguments of ``gem_data.formats.scan``, the same for every file; of a file with a header the columns in ``types`` are
+            read, whose names are without outer blanks.
         columns: canonical columns from raw ones, whose names are stripped of outer blanks.
         expand: turns a raw piece into one row for each row that counts; for nested files.
         drop: ``{reason: condition}`` on raw columns; a row goes for the first reason that holds.
@@ -62,7 +63,7 @@ class KnownTable:
                     yield plain(frame)
 
     def _pieces(self, path: Path) -> Iterator[pl.DataFrame]:
-        raw = scan(path, **_stripped_types(path, self.read))
+        raw = scan(path, **_arguments(path, self.read))
         for batch in raw.batches():
             piece = pl.DataFrame(pl.from_arrow(batch)).rename(str.strip)
             piece = self.expand(piece.with_columns(pl.lit(path.name).alias(FILE)))
@@ -82,13 +83,14 @@ class KnownTable:
         return piece
 
 
-def _stripped_types(path: Path, read: Mapping[str, Any]) -> dict[str, Any]:
-    """The same arguments with types keyed by the names as the file has them."""
+def _arguments(path: Path, read: Mapping[str, Any]) -> dict[str, Any]:
+    """``read`` with types keyed by the names as the file has them; columns without a type are not read, so nothing is guessed of them."""
     types: Mapping[str, Any] = read.get("types", {})
     if not types or not isinstance(read.get("header", True), bool):
         return dict(read)
     found = {name.strip(): name for name in scan(path, **{**read, "types": {}}).schema.names}
-    return {**read, "types": {found.get(name, name): kind for name, kind in types.items()}}
+    named = {found.get(name, name): kind for name, kind in types.items()}
+    return {**read, "types": named, "columns": list(named)}
 
 
 def plain(frame: pl.DataFrame) -> pa.RecordBatch:

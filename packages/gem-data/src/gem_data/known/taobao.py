@@ -6,6 +6,7 @@ from typing import Any
 
 import polars as pl
 
+from gem_data.formats.scan import scan
 from gem_data.known.dataset import Choices, KnownDataSet, Tables, hashed, numbers, sequence, tasks
 from gem_data.known.tables import KnownTable, find, same, text, typed
 from gem_data.schema.declare import Schema, Task
@@ -59,8 +60,10 @@ AD = ("cate_id", "campaign_id", "customer", "brand", "price")
 def _open_ads(folder: Path, _: Choices) -> dict[str, KnownTable]:
     clicks = typed("user:int64", "time_stamp:int64", "adgroup_id:int64", "pid", "nonclk:int8", "clk:int8")
     shown = {"user_id": pl.col("user"), "timestamp": pl.col("time_stamp"), **same("adgroup_id", "pid"), "click": pl.col("clk")}
-    actions = typed("user:int64", "time_stamp:int64", "btag", "cate:int64", "brand:int64")
-    acted = {"user_id": pl.col("user"), "timestamp": pl.col("time_stamp"), **same("btag"), "cate_id": pl.col("cate"), "brand": pl.col("brand")}
+    log = find(folder, "behavior_log.csv", "behavior_log.csv.gz")
+    who = "nick" if "nick" in scan(log[0]).schema.names else "user"
+    actions = typed(f"{who}:int64", "time_stamp:int64", "btag", "cate:int64", "brand:int64")
+    acted = {"user_id": pl.col(who), "timestamp": pl.col("time_stamp"), **same("btag"), "cate_id": pl.col("cate"), "brand": pl.col("brand")}
     null = ("", "NULL", "null")
     return {
         "impressions": KnownTable(
@@ -69,7 +72,7 @@ def _open_ads(folder: Path, _: Choices) -> dict[str, KnownTable]:
             drop={"clk and nonclk agree": pl.col("clk") == pl.col("nonclk")},
             columns=shown,
         ),
-        "events": KnownTable(files=find(folder, "behavior_log.csv", "behavior_log.csv.gz"), read={"types": actions, "missing": null}, columns=acted),
+        "events": KnownTable(files=log, read={"types": actions, "missing": null}, columns=acted),
         "users": KnownTable(
             files=find(folder, "user_profile.csv", "user_profile.csv.gz"),
             read={"types": typed("userid:int64", *(f"{name}:int64" for name in PROFILE))},
@@ -131,6 +134,7 @@ DATA_SETS = (
         files=("raw_sample.csv", "ad_feature.csv", "user_profile.csv", "behavior_log.csv"),
         quirks=(
             "the last column of user_profile.csv is called `new_user_class_level ` with a blank",
+            "behavior_log.csv calls its users user or nick",
             'brand "NULL" is a missing value',
             "one impression in twenty has no profile or no ad: it is kept",
             "rows whose clk and nonclk agree are dropped and counted",
