@@ -99,6 +99,8 @@ def test_the_source_files_yields_what_the_source_generated_yields(tmp_path: Path
     write_folder(GeneratedOptions(**options), tmp_path / "out")
     folder, direct = load_files(path=tmp_path / "out"), load_generated(**options)
     assert folder.schema() == direct.schema()
+    assert folder.baselines() == direct.baselines()
+    assert folder.ledger() == direct.ledger()
     for split in ("train", "test"):
         for found, want in zip(folder.batches(split, batch_size=700), direct.batches(split, batch_size=700), strict=True):
             assert found.rows == want.rows

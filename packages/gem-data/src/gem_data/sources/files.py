@@ -136,7 +136,8 @@ class Files:
         self._cursor.restore(states)
 
     def baselines(self) -> dict[str, dict[str, dict[str, float]]]:
-        return {}
+        """Those of data.json: the bounds of generated data."""
+        return dict(self._about.get("baselines", {}))
 
     def ledger(self) -> dict[str, int]:
         if "ledger" in self._about and not (self.options.train or self.options.test):
