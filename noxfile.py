@@ -158,6 +158,13 @@ def skew(session: nox.Session) -> None:
     run_pytest(session, "tests/skew")
 
 
+@nox.session
+def spark(session: nox.Session) -> None:
+    """One preparation on DuckDB and on a local Spark gives identical rows; needs Java 17."""
+    install_sources(session, "gem-core", "gem-data", tools=(*TEST_TOOLS, "pyspark>=4.0,<5"))
+    run_pytest(session, "tests/spark")
+
+
 @nox.session(venv_backend="none")
 def gpu(session: nox.Session) -> None:
     """The GPU tests of the interpreter that runs nox; without nox: ``python3 -m pytest -m gpu packages``."""

@@ -129,6 +129,16 @@ def test_columns_compared_across_tables_have_one_type(shop: Any) -> None:
         shop.run()
 
 
+@pytest.mark.parametrize(("one", "other"), [(pa.int32(), pa.uint16()), (pa.large_string(), pa.string()), (pa.int64(), pa.bool_())])
+def test_widths_of_integers_and_texts_do_not_matter(shop: Any, one: pa.DataType, other: pa.DataType) -> None:
+    shop.table("log", {**shop.log, "user": pa.array([1, 1, 0, 1, 0, 1]).cast(one)})
+    shop.table("buys", {"user": pa.array([0, 1]).cast(other), "time": [55, 55], "item": [7, 8]})
+    shop.definition["tables"]["buys"] = {"path": "buys.parquet", "user": "user", "time": "time"}
+    shop.definition["histories"][0] |= {"table": "buys", "where": []}
+    shop.run()
+    assert shop.column("clicks.item", "test") == [[7], [8]]
+
+
 @pytest.mark.parametrize("condition", [["click", "==", "yes"], ["click", "in", [1, "a"]]])
 def test_numbers_are_compared_with_numbers(shop: Any, condition: list[Any]) -> None:
     shop.definition["histories"][0]["where"] = [condition]

@@ -67,7 +67,7 @@ def test_case_H14_and_H15_the_prepared_schema_describes_the_files(shop: Any) -> 
 
 def test_two_columns_of_one_name_are_refused(shop: Any) -> None:
     shop.schema["id"].append({"name": "clicks.item", "column": "item", "encode": "pass", "rows": 9})
-    with pytest.raises(RequestError, match="two of their columns would be called 'clicks.item'"):
+    with pytest.raises(RequestError, match=r"two of their columns would be called 'clicks.item'"):
         shop.run()
     assert not (shop.folder / "out").exists()
 
@@ -215,3 +215,16 @@ def test_a_history_without_any_event_is_empty(shop: Any) -> None:
     assert shop.column("clicks.item") == [[]] * 4
     assert data["events"]["clicks"] == {"read": 6, "dropped: not selected by where": 6, "of users written": 0}
     assert audit(shop.folder / "out") == data
+
+
+@pytest.mark.parametrize(("truncate", "last", "times"), [("newest", None, [6, 7, 8, 9]), ("oldest", None, list(range(10))), ("error", 3, [7, 8, 9])])
+def test_what_is_left_to_the_reader_to_truncate_is_kept(shop: Any, truncate: str, last: int | None, times: list[int]) -> None:
+    shop.schema["sequence"][0]["truncate"] = truncate
+    shop.schema["sequence"][0]["id"][0]["column"] = "thing"
+    shop.table("log", {"user": [1] * 11, "time": [*range(10), 60], "item": [1] * 11, "thing": [*range(10), 3], "click": [1] * 11})
+    if last is not None:
+        shop.definition["histories"][0]["last"] = last
+    shop.run()
+    assert shop.column("clicks.time", "test") == [times]
+    assert shop.column("clicks.item", "test") == [times]
+    assert read_schema(shop.folder / "out" / "schema.toml").sequence[0].truncate == truncate

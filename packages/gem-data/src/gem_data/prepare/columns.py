@@ -3,9 +3,8 @@
 import pyarrow as pa
 
 from gem_core.spec import RequestError
-from gem_data.prepare.events import feature_columns
 from gem_data.prepare.output import impression_columns
-from gem_data.prepare.plan import Plan
+from gem_data.prepare.plan import Plan, feature_columns
 from gem_data.prepare.stage import Staged
 from gem_data.prepare.where import Where
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from gem_core.spec import RequestError
-from gem_data.prepare.where import Condition, Where
+from gem_data.prepare.where import Condition
 from gem_data.schema import Schema, read_schema
 from gem_data.splits import HashSplit, LeaveLastSplit, Split, TimeSplit, UserFractionSplit
 
@@ -61,8 +61,8 @@ class History(Strict):
         name: the sequence of the schema.
         table: the table of the events.
         where: which of its rows are events; all by default.
-        columns: for features whose column in the table is not called as the feature.
-        last: the most recent events kept; by default ``max_length`` of the sequence.
+        columns: for features whose column in this table is not the one that the schema names, by default the feature's name.
+        last: the most recent events kept; by default ``max_length`` of the sequence, or all where it truncates otherwise than by newest.
         window: seconds before the impression from which events count; by default all.
         lag: an event counts when its time < time of the impression - lag; 0 means strictly earlier.
     """
@@ -209,6 +209,3 @@ def disagreements(definition: Definition, schema: Schema) -> list[str]:
             f"history {history.name!r} gives a column for {name!r}, which its sequence has not" for name in history.columns if name not in features
         ]
     return out
-
-
-__all__ = ["Conversion", "Definition", "History", "Impressions", "Positive", "Sampling", "Side", "Table", "Where", "disagreements", "read_definition"]

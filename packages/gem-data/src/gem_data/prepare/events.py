@@ -11,11 +11,9 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from gem_data.ids import Encoder
-from gem_data.prepare.definition import History
 from gem_data.prepare.engine import Engine
 from gem_data.prepare.histories import sorted_events
-from gem_data.prepare.plan import Plan
-from gem_data.schema import Sequence
+from gem_data.prepare.plan import Plan, feature_columns
 
 Ints = NDArray[np.int64]
 
@@ -31,11 +29,6 @@ class EventLog:
 
     times: Ints
     columns: dict[str, NDArray[Any]]
-
-
-def feature_columns(group: Sequence, history: History) -> dict[str, str]:
-    """``{feature: column of the event table}``."""
-    return {f.name: history.columns.get(f.name, f.name) for f in (*group.id, *group.number)}
 
 
 def write_events(engine: Engine, plan: Plan, h: int, encode: dict[str, Encoder], folder: Path) -> EventLog:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from gem_data.prepare.engine import Engine
-from gem_data.prepare.plan import NOTHING, Plan, events_of
+from gem_data.prepare.plan import NOTHING, Plan, events_of, feature_columns
 from gem_data.prepare.where import quote
 
 
@@ -39,7 +39,7 @@ def offsets(plan: Plan) -> dict[int, list[int]]:
 def make_events(engine: Engine, plan: Plan) -> None:
     """Make the views ``events_H`` and the tables ``starts_H``: where each user's events begin among all, in the order of users."""
     for h, (history, group) in enumerate(zip(plan.definition.histories, plan.groups, strict=True)):
-        engine.view(f"events_{h}", events_of(history, [history.columns.get(f.name, f.name) for f in (*group.id, *group.number)]))
+        engine.view(f"events_{h}", events_of(history, feature_columns(group, history).values()))
         engine.create(
             f"starts_{h}",
             f"""SELECT gem_user, CAST(SUM(n) OVER (ORDER BY gem_user ROWS BETWEEN UNBOUNDED PRECEDING AND CURRENT ROW) - n AS BIGINT) AS start
@@ -53,7 +53,8 @@ def span_rows(engine: Engine, plan: Plan) -> None:
     columns, joins = ["k.*"], [f"LEFT JOIN counts_{k} ON counts_{k}.gem_probe = k.gem_probe" for k in range(len(at))]
     for h, (history, group) in enumerate(zip(plan.definition.histories, plan.groups, strict=True)):
         end = f"counts_{at.index(history.lag)}.gem_count_{h}"
-        begin = [f"{end} - {history.last or group.max_length}", "0"]
+        last = history.last or (group.max_length if group.truncate == "newest" else None)
+        begin = ["0"] if last is None else [f"{end} - {last}", "0"]
         if history.window is not None:
             begin.append(f"LEAST(counts_{at.index(history.window)}.gem_count_{h}, {end})")
         columns.append(f"COALESCE(starts_{h}.start, 0) + GREATEST({', '.join(begin)}) AS gem_begin_{h}")

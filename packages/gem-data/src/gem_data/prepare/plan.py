@@ -8,7 +8,7 @@ Tables come one from the other:
 - ``spanned``: the same with ``gem_begin_H, gem_end_H``, the part of all events of history number H that a row sees.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from gem_data.prepare.definition import Conversion, Definition, History, Table
@@ -51,11 +51,16 @@ class Plan:
         return self.definition.impressions.share_histories
 
 
-def events_of(part: History | Conversion, columns: Sequence[str] = ()) -> str:
+def events_of(part: History | Conversion, columns: Iterable[str] = ()) -> str:
     """The events of one type: rows of the table that fit the filter and have a user and a time."""
     names = ["gem_user", "gem_time", "gem_order", "gem_row", *(quote(c) for c in dict.fromkeys(columns))]
     return f"SELECT {', '.join(names)} FROM {raw(part.table)} WHERE ({sql(part.where)}) AND gem_user IS NOT NULL AND gem_time IS NOT NULL"
 
 
-def all_known(columns: Sequence[str]) -> str:
+def all_known(columns: Iterable[str]) -> str:
     return f"WHERE {' AND '.join(f'{c} IS NOT NULL' for c in columns)}" if columns else ""
+
+
+def feature_columns(group: Group, history: History) -> dict[str, str]:
+    """``{feature: column of the event table}``."""
+    return {f.name: history.columns.get(f.name, f.column or f.name) for f in (*group.id, *group.number)}

@@ -14,7 +14,6 @@ from gem_data.prepare.engine import BATCH_ROWS
 DIALECT = {
     "spark.sql.ansi.enabled": "true",
     "spark.sql.ansi.doubleQuotedIdentifiers": "true",
-    "spark.sql.parser.escapedStringLiterals": "true",
     "spark.sql.session.timeZone": "UTC",
 }
 

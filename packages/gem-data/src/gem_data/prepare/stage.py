@@ -10,7 +10,8 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from gem_core.spec import RequestError
-from gem_data.formats.scan import scan
+from gem_data.formats import scan
+from gem_data.ids.values import is_text
 from gem_data.prepare.definition import Table
 
 PER_SECOND = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
@@ -72,18 +73,22 @@ def _staged(name: str, table: Table, batch: pa.RecordBatch, columns: Sequence[st
 
 def _user(name: str, array: pa.Array) -> pa.Array:
     users = _plain(array)
-    if not (pa.types.is_integer(users.type) or pa.types.is_string(users.type) or pa.types.is_large_string(users.type)):
+    if not (pa.types.is_integer(users.type) or is_text(users.type)):
         raise RequestError(f"table {name!r}", f"its user column holds {users.type}", "Give integers or strings, for text files by `scan.types`.")
     return users
 
 
 def _plain(array: pa.Array) -> pa.Array:
-    """Booleans as 0 and 1, because SQL dialects differ on comparing them with numbers; half floats as floats; a column without values as integers."""
-    if pa.types.is_boolean(array.type):
-        return array.cast(pa.int8())
-    if pa.types.is_null(array.type):
+    """One type for all integers but uint64, for all texts and for half floats, so that columns of two tables compare.
+
+    Booleans become 0 and 1, because SQL dialects differ on comparing them with numbers, and a column without values becomes integers.
+    """
+    kind = array.type
+    if pa.types.is_boolean(kind) or pa.types.is_null(kind) or (pa.types.is_integer(kind) and kind != pa.uint64()):
         return array.cast(pa.int64())
-    return array.cast(pa.float32()) if pa.types.is_float16(array.type) else array
+    if is_text(kind):
+        return array.cast(pa.string())
+    return array.cast(pa.float32()) if pa.types.is_float16(kind) else array
 
 
 def seconds(name: str, array: pa.Array, unit: str) -> tuple[pa.Array, pa.Array]:

@@ -7,9 +7,8 @@ import pyarrow as pa
 
 from gem_data.ids import VocabularyBuilder
 from gem_data.prepare.engine import Engine
-from gem_data.prepare.events import feature_columns
 from gem_data.prepare.histories import visible_events
-from gem_data.prepare.plan import Plan
+from gem_data.prepare.plan import Plan, feature_columns
 from gem_data.prepare.sides import final_rows
 from gem_data.schema import Id
 

@@ -1,6 +1,6 @@
 """Filters of a definition: conditions ``[column, operator, value]`` that must all hold, turned into SQL that every engine reads alike."""
 
-from collections.abc import Iterable
+import re
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator
@@ -28,11 +28,12 @@ def quote(name: str) -> str:
 
 
 def literal(value: Scalar) -> str:
-    """A value in SQL: text as it stands, booleans as the numbers that staged columns hold."""
+    """A value in SQL: booleans as the numbers that staged columns hold, text without the signs that dialects escape differently."""
     if isinstance(value, bool):
         return "1" if value else "0"
     if isinstance(value, str):
-        return "'" + value.replace("'", "''") + "'"
+        parts = [f"chr({ord(part)})" if part in ("'", "\\") else f"'{part}'" for part in re.split(r"(['\\])", value)]
+        return parts[0] if len(parts) == 1 else f"concat({', '.join(parts)})"
     return f"CAST({value!r} AS DOUBLE)" if isinstance(value, float) else str(value)
 
 
@@ -45,7 +46,3 @@ def sql(where: Where) -> str:
         else:
             parts.append(f"{quote(column)} {'=' if operator == '==' else '<>' if operator == '!=' else operator} {literal(value)}")
     return " AND ".join(parts) or "TRUE"
-
-
-def columns(where: Where) -> Iterable[str]:
-    return (column for column, _, _ in where)
