@@ -3,6 +3,7 @@
 import csv
 import gzip
 import io
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,12 @@ import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pyarrow import csv as pacsv
 
 from gem_core.spec import RequestError
 from gem_data.formats import Scan, scan
 from gem_data.formats import lines as lines_module
+from gem_data.formats.infer import guess_type
 
 
 def rows_of(found: Scan) -> list[dict[str, Any]]:
@@ -68,6 +71,70 @@ def test_any_separator_in_any_encoding_splits_as_python_does(
         found = scan(path, header=["a", "b", "c"], bad_lines="drop", **how)
         assert [list(row.values()) for row in rows_of(found)] == [line for line in expected if len(line) == 3]
         assert found.dropped["ragged line"] == sum(len(line) != 3 for line in expected)
+
+
+QUOTED = st.lists(st.sampled_from(['"', '""', ",", "\n", "\r\n", "a", "é", "\n\n", 'b"', ',"', '",', '"\n', '\n"']), max_size=40).map("".join)
+
+
+def blank_lines(text: str) -> int:
+    """Blank lines outside quotes, by a parser that goes from character to character."""
+    state, blanks, line_begin = "begin", 0, True
+    for at, char in enumerate(text):
+        if state == "quoted":
+            state = "closing" if char == '"' else state
+        elif state == "closing" and char == '"':
+            state = "quoted"
+        elif char == "\n":
+            blanks += line_begin
+            state = "begin"
+        elif char == '"' and state == "begin":
+            state = "quoted"
+        elif char == ",":
+            state = "begin"
+        elif char != "\r" or text[at + 1 : at + 2] != "\n":
+            state = "plain"
+        line_begin = state == "begin" and (char == "\n" or (char == "\r" and line_begin))
+    return blanks
+
+
+@settings(max_examples=80, deadline=None)
+@given(QUOTED, st.integers(1, 9))
+def test_quotes_and_blank_lines_are_those_of_a_parser_that_goes_by_characters(
+    tmp_path_factory: pytest.TempPathFactory, text: str, read_bytes: int
+) -> None:
+    text = f"x,y\n{text}\n"
+    skipped: list[Any] = []
+
+    def skip(row: Any) -> str:
+        skipped.append(row.text)
+        return "skip"
+
+    plain = pacsv.read_csv(
+        io.BytesIO(text.encode()),
+        read_options=pacsv.ReadOptions(column_names=["a", "b"], use_threads=False),
+        parse_options=pacsv.ParseOptions(newlines_in_values=True, invalid_row_handler=skip),
+        convert_options=pacsv.ConvertOptions(column_types={"a": pa.string(), "b": pa.string()}),
+    )
+    path = write(tmp_path_factory.mktemp("b"), text)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lines_module, "READ", read_bytes)
+        found = scan(path, header=["a", "b"], missing=(), types={"a": "string", "b": "string"}, bad_lines="drop")
+        assert rows_of(found) == plain.to_pylist()
+    assert found.dropped["ragged line"] == sum(1 + row.count("\n") for row in skipped)
+    assert found.dropped["blank line"] == blank_lines(text)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.from_regex(r"\A[+-]?[0-9]{0,20}[.]?[0-9]{0,2}(e-?[0-9])?\Z") | st.integers(-(2**63), 2**64).map(str), min_size=1, max_size=4))
+def test_no_guessed_type_changes_a_value(texts: list[str]) -> None:
+    kind = guess_type(pa.array(texts))
+    present = [text for text in texts if text]
+    values = pa.array(texts).cast(kind).to_pylist() if kind == pa.string() else pa.array(present).cast(kind).to_pylist()
+    if pa.types.is_integer(kind):
+        assert [str(value) for value in values] == present
+    elif pa.types.is_floating(kind):
+        assert values == [float(text) for text in present]
+        assert all(float(text) == Decimal(text) for text in present if text.lstrip("-").isdigit())
 
 
 def test_types_are_guessed_such_that_no_value_changes(tmp_path: Path) -> None:
@@ -199,6 +266,14 @@ def test_a_compressed_file_that_was_cut_is_an_error(tmp_path: Path, packed: Any)
         read(tmp_path, whole[: len(whole) * 2 // 3], "x.csv.gz")
 
 
+def test_lines_that_end_in_carriage_returns_alone_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match="its header cannot be parsed"):
+        read(tmp_path, "a,b\r1,2\r")
+    with pytest.raises(RequestError, match="line 3 holds a carriage return that ends no line"):
+        read(tmp_path, "a\tb\r\n1\t2\r\n3\r\t4\r\n", "x.tsv")
+    assert read(tmp_path, "a\tb\r\n1\t2\r\n", "x.tsv") == [{"a": 1, "b": 2}]
+
+
 def test_empty_files_and_headers_alone(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="it is empty, so it has no header"):
         scan(write(tmp_path, ""))
@@ -216,7 +291,7 @@ def test_a_line_longer_than_a_block_is_read_and_one_beyond_the_limit_refused(tmp
     long = "7 " * 1_500_000
     assert read(tmp_path, f"a,b\n1,{long}\n2,x\n")[0]["b"] == long
     monkeypatch.setattr(lines_module, "LONGEST_LINE", 100_000)
-    with pytest.raises(RequestError, match="line 2 is longer than 100000 bytes"):
+    with pytest.raises(RequestError, match="line 2, or a quoted field that ends there, is longer than 100000 bytes"):
         read(tmp_path, f"a,b\n1,{long}\n")
 
 

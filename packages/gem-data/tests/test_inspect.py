@@ -172,7 +172,7 @@ def test_text_joined_lists_are_seen_and_the_option_that_splits_them_is_named(tmp
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.sampled_from(["\t", "::", ",", ";", "|", "\x01", "^"]), st.booleans(), st.sampled_from(["utf-8", "latin-1"]), st.integers(2, 5))
+@given(st.sampled_from(["\t", "::", ",", ";", "|", "\x01", "^"]), st.booleans(), st.sampled_from(["utf-8", "latin-1", "utf-16"]), st.integers(2, 5))
 def test_separator_encoding_and_header_are_found(
     tmp_path_factory: pytest.TempPathFactory, separator: str, header: bool, encoding: str, columns: int
 ) -> None:

@@ -135,7 +135,8 @@ def test_what_is_not_known_yet_is_refused_for_models() -> None:
         to_data_schema(Schema(id=(Id(name="city", encode="hash", rows=5),)))
 
 
-NAMES = st.text(min_size=1, max_size=8)
+COLUMNS = st.text(min_size=1, max_size=8)
+NAMES = st.from_regex(r"\A[^./\\\s][^/\\\x00-\x1f]{0,6}\Z")
 IDS = st.builds(
     Id, name=NAMES, column=st.none() | NAMES, encode=st.just("hash"), rows=st.integers(2, 2**40), unknown=st.sampled_from(["row0", "error"])
 )
@@ -143,14 +144,14 @@ IDS = st.builds(
 
 @st.composite
 def schemas(draw: st.DrawFn) -> Schema:
-    names = draw(st.lists(NAMES, min_size=4, max_size=4, unique=True))
+    names = draw(st.lists(NAMES, min_size=2, max_size=2, unique=True))
     ids = draw(st.lists(IDS, max_size=3, unique_by=lambda f: f.name))
     single = [f.model_copy(update={"name": f"i{k}", "column": f"c{k}"}) for k, f in enumerate(ids)]
     group = Sequence(name=names[0], max_length=draw(st.integers(1, 10**6)), time=draw(st.none() | st.just("t")), number=(Number(name=names[1]),))
     return Schema(
-        user=draw(st.none() | NAMES),
+        user=draw(st.none() | COLUMNS),
         id=tuple(single),
-        multi_id=(MultiId(name="many", column=names[2], encode="vocabulary", min_count=draw(st.integers(1, 9)), weights=names[3]),),
+        multi_id=(MultiId(name="many", column=draw(COLUMNS), encode="vocabulary", min_count=draw(st.integers(1, 9)), weights=draw(COLUMNS)),),
         embedding=(Embedding(name="e", width=draw(st.integers(1, 9))),) if draw(st.booleans()) else (),
         sequence=(group,) if names[1] != "t" else (),
         task=(Task(name="y", label="the label", loss_weight=draw(st.floats(0.1, 9))),) if draw(st.booleans()) else (),
@@ -180,6 +181,9 @@ def test_the_written_file_has_a_heading_for_each_entry_and_no_defaults(tmp_path:
         ({"zzz": "u"}, "zzz is no key of a schema; keys here are user, request, time"),
         ({"user": 7}, "user: Input should be a valid string"),
         ({"user": ""}, "user: String should have at least 1 character"),
+        ({"number": [{"name": "a/b"}]}, "number[0].name: String should match pattern"),
+        ({"number": [{"name": ".a"}]}, "number[0].name: String should match pattern"),
+        ({"number": [{"name": "clicks.shop"}]}, "feature 'clicks.shop' and sequence 'clicks': two of their columns would be called 'clicks.shop'"),
         ({"id": [{"name": "a", "encod": "hash"}]}, "id[0].encod is no key of a schema; did you mean 'encode'?"),
         ({"id": [{"name": "a", "encode": "hsh", "rows": 5}]}, "id[0].encode: Input should be 'hash', 'vocabulary' or 'pass'"),
         ({"id": [{"name": "a", "encode": "hash", "rows": 1}]}, "id[0].rows: Input should be greater than or equal to 2"),

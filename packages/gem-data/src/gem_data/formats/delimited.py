@@ -60,13 +60,18 @@ class DelimitedReader:
         return Lines(self._place, self._request.encoding, self._separator, blank_lines=len(self._names) == 1, quote=self._quote)
 
     def _read_header(self) -> list[str]:
-        lines = Lines(self._place, self._request.encoding, self._separator, blank_lines=False)
+        lines = Lines(self._place, self._request.encoding, self._separator, blank_lines=False, quote=self._quote)
         block = next(lines.blocks(), b"")
         if not block.strip():
             raise RequestError(self._place.asked, "it is empty, so it has no header", "Check the file, or give the names of its columns.")
         first = block.split(b"\n", 1)[0].decode().rstrip("\r")
         quoting: Any = csv.QUOTE_MINIMAL if self._quote else csv.QUOTE_NONE
-        names = next(csv.reader([first], delimiter=lines.stand_in, quoting=quoting))
+        try:
+            names = next(csv.reader([first], delimiter=lines.stand_in, quoting=quoting))
+        except csv.Error as error:
+            raise RequestError(
+                self._place.asked, f"its header cannot be parsed ({error})", "Check its quotes and that lines end in a line feed."
+            ) from error
         if "" in names:
             raise RequestError(
                 self._place.asked, f"column {names.index('') + 1} of its header has no name", "Name it, or give the names of the columns."

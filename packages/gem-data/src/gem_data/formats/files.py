@@ -90,7 +90,7 @@ def _expand(given: str) -> list[Location]:
     elif system.isdir(path):
         paths = [p for p in system.ls(path, detail=False) if system.isfile(p) and not p.rsplit("/", 1)[-1].startswith((".", "_"))]
     else:
-        paths = system.glob(path) if "*" in path else []
+        paths = [p for p in system.glob(path) if system.isfile(p)] if "*" in path else []
     if not paths:
         raise RequestError(asked, "it leads to no file", "Check the path.")
     remote = "file" not in _protocols(system)

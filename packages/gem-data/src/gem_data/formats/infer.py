@@ -4,8 +4,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 INTEGER = r"^(0|-?[1-9][0-9]*)$"
-NUMBER = r"^[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?$"
-PADDED = r"^[+-]?0[0-9]"
+NUMBER = r"^-?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?$"
+PADDED = r"^-?0[0-9]"
 LONG = r"[0-9]{16}"
 
 

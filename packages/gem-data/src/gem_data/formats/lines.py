@@ -1,12 +1,15 @@
 """Text of any encoding as blocks of whole UTF-8 lines, checked, with one byte between fields."""
 
 import codecs
-import re
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from gem_core.spec import RequestError
 from gem_data.formats.files import Location, open_bytes
+from gem_data.formats.quotes import FEED, RETURN, Quotes, Spans
 
 READ = 1 << 20
 LONGEST_LINE = 16 << 20
@@ -26,7 +29,7 @@ class Lines:
     """
 
     def __init__(self, place: Location, encoding: str, separator: str = ",", *, blank_lines: bool = True, quote: bool = False) -> None:
-        self._place, self._encoding, self._quote = place, encoding, quote
+        self._place, self._encoding = place, encoding
         self._separator = separator.encode()
         self.keep_blank_lines = blank_lines
         self.stand_in = separator if len(self._separator) == 1 else next(s for s in STAND_INS if s not in separator)
@@ -34,30 +37,35 @@ class Lines:
         """Whole lines passed so far, blank ones included."""
         self.blanks: list[int] = []
         """Numbers of the blank lines left out, from 1."""
-        self._open_quote = False
+        self._quotes = Quotes(self.stand_in.encode()) if quote else None
         try:
             self._decoder = codecs.getincrementaldecoder(encoding)()
         except LookupError as error:
             raise RequestError(place.asked, f"{encoding!r} is no encoding", "Name one, such as utf-8 or latin-1.") from error
 
     def blocks(self) -> Iterator[bytes]:
-        """Parts of about 1 MiB of whole lines.
+        """Parts of about 1 MiB of whole lines; a quoted field is never cut.
 
         Raises:
             RequestError: a byte is not of the encoding, a line is longer than 16 MiB, or the compressed file is damaged.
         """
-        rest = b""
+        rest = block = b""
         for text in self._texts():
             data = rest + text
             end = data.rfind(b"\n") + 1
             rest = data[end:]
-            if len(rest) > LONGEST_LINE:
-                so = f"line {self.number + data.count(10) + 1} is longer than {LONGEST_LINE} bytes"
-                raise RequestError(self._place.asked, so, "Check the file and its line ends.")
             if end:
-                yield self._lines(data[:end])
+                block += self._lines(data[:end])
+            if len(rest) + len(block) > LONGEST_LINE:
+                so = f"line {self.number + 1}, or a quoted field that ends there, is longer than {LONGEST_LINE} bytes"
+                raise RequestError(self._place.asked, so, "Check the file, its line ends and its quotes.")
+            if end and not (self._quotes and self._quotes.open):  # parsers take whole records
+                yield block
+                block = b""
         if rest:
-            yield self._lines(rest + b"\n")
+            block += self._lines(rest + b"\n")
+        if block:
+            yield block
 
     def original(self, number: int) -> int:
         """The number in the file of the line that is the ``number``-th of those that ``blocks`` gave."""
@@ -94,32 +102,37 @@ class Lines:
             raise RequestError(self._place.asked, f"it cannot be read to its end ({error})", "Check that the file is whole.") from error
 
     def _lines(self, data: bytes) -> bytes:
-        first = self.number + 1
-        self.number += data.count(10)
         if len(self._separator) > 1:
             at = data.find(self.stand_in.encode())
             if at >= 0:
-                so = f"line {first + data.count(10, 0, at)} holds the character {self.stand_in!r}, which stands for its separator while it is parsed"
-                raise RequestError(self._place.asked, so, "Remove that character.")
+                so = f"holds the character {self.stand_in!r}, which stands for its separator while it is parsed"
+                raise self._wrong_line(data, at, so, "Remove that character.")
             data = data.replace(self._separator, self.stand_in.encode())
-        if not self.keep_blank_lines:
-            data = self._without_blanks(data, first)
-        return data
+        raw = np.frombuffer(data, np.uint8)
+        if self._quotes is None and (raw == RETURN).any():
+            lone = np.flatnonzero((raw[:-1] == RETURN) & (raw[1:] != FEED))
+            if lone.size:
+                do = "End lines with a line feed, and put no carriage return into fields."
+                raise self._wrong_line(data, int(lone[0]), "holds a carriage return that ends no line", do)
+        quoted = self._quotes.pass_over(raw, data) if self._quotes else None
+        ends = np.flatnonzero(raw == FEED)
+        self.number += ends.size
+        return data if self.keep_blank_lines else self._without_blanks(data, raw, ends, quoted)
 
-    def _without_blanks(self, data: bytes, first: int) -> bytes:
-        if not re.search(rb"(^|\n)\r?\n", data):
-            if self._quote:
-                self._open_quote ^= data.count(b'"') % 2 == 1
+    def _wrong_line(self, data: bytes, at: int, so: str, do: str) -> RequestError:
+        return RequestError(self._place.asked, f"line {self.number + 1 + data.count(10, 0, at)} {so}", do)
+
+    def _without_blanks(self, data: bytes, raw: NDArray[np.uint8], ends: NDArray[np.int64], quoted: Spans | None) -> bytes:
+        starts = np.concatenate([[0], ends[:-1] + 1])
+        blank = (ends == starts) | ((ends == starts + 1) & (raw[starts] == RETURN))
+        if quoted is not None:
+            blank &= ~quoted.hold(starts)
+        if not blank.any():
             return data
-        kept = []
-        for number, line in enumerate(data.splitlines(keepends=True) if b"\r" not in data else re.findall(rb"[^\n]*\n", data), start=first):
-            if not self._open_quote and not line.strip(b"\r\n"):
-                self.blanks.append(number)
-                continue
-            if self._quote:
-                self._open_quote ^= line.count(b'"') % 2 == 1
-            kept.append(line)
-        return b"".join(kept)
+        self.blanks += (np.flatnonzero(blank) + self.number - ends.size + 1).tolist()
+        kept = np.ones(raw.size, np.bool_)
+        kept[starts[blank]] = kept[ends[blank]] = False
+        return raw[kept].tobytes()
 
 
 class LineFile:

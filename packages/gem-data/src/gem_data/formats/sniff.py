@@ -1,5 +1,6 @@
 """What the first lines of a text file tell: its encoding, its separator and whether a line holds the names of the columns."""
 
+import codecs
 import csv
 import re
 from collections import Counter
@@ -32,8 +33,9 @@ def sniff(place: Location, *, encoding: str | None = None, separator: str | None
     with open_bytes(place) as file:
         raw = bytes(file.read(SAMPLE_BYTES))
     encoding, why = (encoding, "encoding given") if encoding else _encoding(raw)
-    whole = raw.rfind(b"\n") + 1 or len(raw)
-    lines = [line for line in raw[:whole].decode(encoding, "replace").removeprefix("\ufeff").splitlines() if line.strip()][:SAMPLE_LINES]
+    text = raw.decode(encoding, "replace").removeprefix("\ufeff")
+    whole = text.rfind("\n") + 1 or len(text)
+    lines = [line for line in text[:whole].splitlines() if line.strip()][:SAMPLE_LINES]
     if not lines:
         raise RequestError(place.asked, "it is empty", "Give a file with rows.")
     separator, reason = (separator, "separator given") if separator else _separator(lines)
@@ -44,6 +46,8 @@ def sniff(place: Location, *, encoding: str | None = None, separator: str | None
 
 
 def _encoding(raw: bytes) -> tuple[str, str]:
+    if raw.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        return "utf-16", "the first bytes are the mark of UTF-16"
     try:
         raw.decode()
     except UnicodeDecodeError as error:

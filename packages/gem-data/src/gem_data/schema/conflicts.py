@@ -26,11 +26,17 @@ def _names(schema: "Schema") -> Iterator[str]:
         yield from (f"{what} {name!r} is declared twice" for name in _twice(names))
     for group in schema.sequence:
         yield from _group(group)
+    keys = {f"{group.name}.{name}": group.name for group in schema.sequence for name in _sides(group)}
+    yield from (f"feature {n!r} and sequence {keys[n]!r}: two of their columns would be called {n!r}" for n in rows if n in keys)
+
+
+def _sides(group: "Sequence") -> list[str]:
+    times = [group.time] if group.time else []
+    return [*(f.name for f in (*group.id, *group.number)), *times]
 
 
 def _group(group: "Sequence") -> Iterator[str]:
-    times = [group.time] if group.time else []
-    names = [*(f.name for f in (*group.id, *group.number)), *times]
+    names = _sides(group)
     yield from (f"sequence {group.name!r} declares {name!r} twice" for name in _twice(names))
     if not names:
         yield f"sequence {group.name!r} has no column; declare a [[sequence.id]], a [[sequence.number]] or time"

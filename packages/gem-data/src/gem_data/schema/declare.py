@@ -7,7 +7,9 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from gem_data.schema.conflicts import conflicts
 
-Name = Annotated[str, Field(min_length=1)]
+Column = Annotated[str, Field(min_length=1)]
+Name = Annotated[str, Field(pattern=r"^[^./\\\s][^/\\\x00-\x1f]*$")]
+"""Names are parts of file names and of batch keys."""
 Count = Annotated[int, Field(ge=1)]
 
 
@@ -29,7 +31,7 @@ class Feature(Strict):
     """
 
     name: Name
-    column: Name | None = None
+    column: Column | None = None
 
 
 class Id(Feature):
@@ -61,7 +63,7 @@ class MultiId(Id):
         weights: list column of as many floats, one for each id; the feature is then pooled as a weighted mean.
     """
 
-    weights: Name | None = None
+    weights: Column | None = None
 
 
 class Number(Feature):
@@ -88,7 +90,7 @@ class Sequence(Strict):
     name: Name
     max_length: Count
     time: Name | None = None
-    time_column: Name | None = None
+    time_column: Column | None = None
     truncate: Literal["newest", "oldest", "error"] = "newest"
     id: tuple[Id, ...] = many()
     number: tuple[Number, ...] = many()
@@ -120,10 +122,10 @@ class Task(Strict):
     """
 
     name: Name
-    label: Name
-    mask: Name | None = None
-    weight: Name | None = None
-    delay: Name | None = None
+    label: Column
+    mask: Column | None = None
+    weight: Column | None = None
+    delay: Column | None = None
     condition: Name | None = None
     loss_weight: Annotated[float, Field(gt=0, allow_inf_nan=False, strict=False)] = 1.0
 
@@ -140,9 +142,9 @@ class Schema(Strict):
         time: column of the impression time; int64 seconds in prepared data.
     """
 
-    user: Name | None = None
-    request: Name | None = None
-    time: Name | None = None
+    user: Column | None = None
+    request: Column | None = None
+    time: Column | None = None
     id: tuple[Id, ...] = many()
     multi_id: tuple[MultiId, ...] = many()
     number: tuple[Number, ...] = many()
