@@ -69,14 +69,16 @@ class EmbeddingEngine:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TableSlice:
-    """Consecutive rows of one tensor of a table, as one process keeps them.
+    """Consecutive rows of one tensor of a table, or some of their columns, as one process keeps them.
 
     Args:
         table: the table's name.
         name: which of its tensors: a name of ``table_state`` that has a shape.
         shape: of the whole tensor.
         start: the first row kept here.
-        tensor: ``[n, ...]``, rows ``[start, start + n)``: a view of the engine's own storage, on any device. Writing to it changes the table.
+        tensor: ``[n]`` or ``[n, width]``, rows ``[start, start + n)``: a view of the engine's own storage, on any device. Writing to it changes the
+            table.
+        column: the first column kept here.
         saves: whether this process writes it into a checkpoint; False where another process keeps the same rows and writes them.
     """
 
@@ -85,6 +87,7 @@ class TableSlice:
     shape: tuple[int, ...]
     start: int
     tensor: Any
+    column: int = 0
     saves: bool = True
 
 

@@ -74,7 +74,7 @@ def table_pieces(slices: Sequence[TableSlice]) -> dict[str, Pieces]:
     out: dict[str, Pieces] = {}
     for piece in slices:
         held = out.setdefault(f"tables/{piece.table}/{piece.name}", Pieces(piece.shape, piece.tensor.dtype))
-        held.parts.append(Piece((piece.start, *(0 for _ in piece.shape[1:])), piece.tensor))
+        held.parts.append(Piece((piece.start, *(piece.column for _ in piece.shape[1:])), piece.tensor))
     return out
 
 
