@@ -14,7 +14,10 @@ from hypothesis import strategies as st
 
 from gem_core.spec import RequestError, ResumableSource, Shard
 from gem_data.feed import arrays
+from gem_data.feed.decode import _encode
 from gem_data.feed.units import Place
+from gem_data.ids import PassEncoder
+from gem_data.schema import Id
 
 ENDINGS = ["parquet", "orc", "arrow"]
 QUICK = settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -153,6 +156,18 @@ def test_case_H16_batches_of_rows_in_order_gather_from_the_files_memory(kit: Mod
     assert arrays.integers("x", child, Place("f", "row group", 0)).ctypes.data == column.values.buffers()[1].address
     floats = pa.array([1.0, 2.0, 3.0], pa.float32()).slice(1)
     assert arrays.numbers("x", floats, Place("f", "row group", 0)).ctypes.data == floats.buffers()[1].address + 4
+
+
+def test_ids_that_are_rows_are_not_copied_and_others_go_through_the_encoder() -> None:
+    feature, encoder = Id(name="i", encode="pass", rows=9), PassEncoder("i", 9)
+    column = pa.array([1, 8, 0], pa.int64())
+    assert _encode(encoder, feature, column).ctypes.data == column.buffers()[1].address
+    assert encoder.unknown == 0
+    for other in (pa.array([1, 9, -1]), pa.array([1, None, None]), pa.array([1, 0, 0], pa.int32())):
+        assert _encode(encoder, feature, other).tolist() == [1, 0, 0]
+    assert (encoder.unknown, encoder.missing) == (2, 2)
+    with pytest.raises(RequestError, match="2 values are not rows of its table"):
+        _encode(PassEncoder("i", 9, "error"), feature, pa.array([1, 9, -1]))
 
 
 def test_packed_ids_are_one_tensor_that_torchrec_takes_as_it_is(kit: ModuleType, folder: Path) -> None:

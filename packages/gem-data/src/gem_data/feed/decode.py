@@ -12,7 +12,7 @@ from gem_data.feed.arrays import Floats, integers, numbers, owner, seconds, span
 from gem_data.feed.part import Column, Ints, Lists, Part
 from gem_data.feed.units import Place
 from gem_data.ids import Encoder, hash_keys
-from gem_data.schema import Embedding, MultiId, Schema, Sequence, Task
+from gem_data.schema import Embedding, Id, MultiId, Schema, Sequence, Task
 
 Convert = Callable[[str, pa.Array, Place, tuple[Ints, Ints]], Column]
 
@@ -76,7 +76,7 @@ class Decoder:
 
         for feature in schema.id:
             column = feature.column or feature.name
-            yield ("id", feature.name), column, self.encoders[feature.name].encode(of(column))
+            yield ("id", feature.name), column, _encode(self.encoders[feature.name], feature, of(column))
         for number in schema.number:
             column = number.column or number.name
             yield ("dense", number.name), column, numbers(number.name, of(column), place)[:, None]
@@ -94,21 +94,21 @@ class Decoder:
 
     def _multi(self, columns: Columns, feature: MultiId, place: Place) -> Lists:
         names = {feature.name: feature.column or feature.name} | ({"weights": feature.weights} if feature.weights else {})
-        convert: dict[str, Convert] = {feature.name: self._ids(feature.name), "weights": _weights}
+        convert: dict[str, Convert] = {feature.name: self._ids(feature.name, feature), "weights": _weights}
         return self._lists(columns, feature.name, names, convert, place)
 
     def _sequence(self, columns: Columns, group: Sequence, place: Place) -> Lists:
         names = {f.name: group.column_of(f) for f in (*group.id, *group.number)}
-        convert: dict[str, Convert] = {f.name: self._ids(f"{group.name}.{f.name}") for f in group.id}
+        convert: dict[str, Convert] = {f.name: self._ids(f"{group.name}.{f.name}", f) for f in group.id}
         convert |= {f.name: numbers for f in group.number}
         if group.time is not None and group.time_source is not None:
             names[group.time], convert[group.time] = group.time_source, _seconds
         lists = self._lists(columns, group.name, names, convert, place)
         return _truncated(lists, group, place)
 
-    def _ids(self, key: str) -> Convert:
+    def _ids(self, key: str, feature: Id) -> Convert:
         encoder = self.encoders[key]
-        return lambda name, array, place, rows: encoder.encode(array)
+        return lambda name, array, place, rows: _encode(encoder, feature, array)
 
     def _lists(self, columns: Columns, group: str, names: Mapping[str, str], convert: Mapping[str, Convert], place: Place) -> Lists:
         """Aligned list columns, each converted once over all values that its rows own."""
@@ -131,6 +131,15 @@ class Decoder:
         assert known is not None  # the schema refuses a group without columns
         _, begin, length = known
         return Lists(begin, length, values) if request is None else Lists(begin[request], length[request], values)
+
+
+def _encode(encoder: Encoder, feature: Id, array: pa.Array) -> Ints:
+    """Rows of the feature's table. Ids that are rows already stay where they are: one look at the largest, taken without sign, tells."""
+    if feature.encode == "pass" and pa.types.is_int64(array.type) and not array.null_count:
+        values: Ints = array.to_numpy(zero_copy_only=True)
+        if not values.size or int(values.view(np.uint64).max()) < encoder.cardinality:
+            return values
+    return encoder.encode(array)
 
 
 def _aligned(group: str, known: tuple[str, Ints, Ints], other: tuple[str, Ints, Ints], child: pa.Array, place: Place) -> tuple[Ints, pa.Array]:

@@ -89,6 +89,7 @@ class Reader:
         if self._last is None or self._last[0] != number:
             self._last = None
             self._last = number, self._read(self._units[number])
+            pa.default_memory_pool().release_unused()  # what decoding needed goes back, or the next unit would add to it
         return self._last[1]
 
     def _read(self, unit: Unit) -> Part:
