@@ -65,7 +65,8 @@ def _open(folder: Path, choices: Choices) -> dict[str, KnownTable]:
     policy = choices["purchase_without_click"]
     purchase = pl.when(clickless).then(None).otherwise(pl.col("purchase")) if policy == "mask" else pl.col("purchase")
     skeleton = text("sample_id:int64", "click:int8", "purchase:int8", "common_id", "count:int64", "features", separator=",", quote=False)
-    common = text("common_id", "count:int64", "features", separator=",", quote=False)
+    # A request has hundreds of features, a row of the skeleton about ten: fewer rows at once keep the memory the same.
+    common = text("common_id", "count:int64", "features", separator=",", quote=False, batch_rows=4096)
     own = {**same(*OWN_ONE, *(f"{field}.value" for field in VALUED)), **_many(OWN_MANY)}
     return {
         "impressions": KnownTable(

@@ -4,13 +4,17 @@ from pathlib import Path
 from typing import Any
 
 import polars as pl
+import pyarrow as pa
 
+from gem_data.formats.scan import scan
 from gem_data.known.dataset import Choices, KnownDataSet, Tables, hashed, numbers, sequence, tasks
 from gem_data.known.tables import FILE, KnownTable, find, find_any, taken_apart
 from gem_data.schema.declare import Schema
 
 KINDS = {"listens": "listen", "likes": "like", "dislikes": "dislike", "unlikes": "unlike", "undislikes": "undislike"}
 LISTEN = {"is_organic": pl.Int8(), "played_ratio_pct": pl.Float32(), "track_length_seconds": pl.Float32()}
+USERS_AT_ONCE = 1024
+"""Of sequential files, whose rows hold thousands of events each."""
 
 
 def _events(piece: pl.DataFrame) -> pl.DataFrame:
@@ -33,10 +37,12 @@ def _open(folder: Path, _: Choices) -> dict[str, KnownTable]:
         "event_type": pl.col("event_type").cast(pl.String),
         **{name: pl.col(name).cast(kind) for name, kind in LISTEN.items()},
     }
+    nested = any(pa.types.is_list(kind) or pa.types.is_large_list(kind) for kind in scan(heard[0]).schema.types)
+    read = {"batch_rows": USERS_AT_ONCE} if nested else {}
     listens = {"no listen": pl.col("event_type").cast(pl.String) != "listen"}
     return {
-        "impressions": KnownTable(files=heard, expand=_events, drop=listens, columns=columns),
-        "events": KnownTable(files=files, expand=_events, columns=columns),
+        "impressions": KnownTable(files=heard, read=read, expand=_events, drop=listens, columns=columns),
+        "events": KnownTable(files=files, read=read, expand=_events, columns=columns),
     }
 
 
