@@ -231,10 +231,27 @@ def test_wrong_arguments_are_refused_before_any_row_is_read(tmp_path: Path, how:
         scan(tmp_path / "a.csv", **how)
 
 
-def test_lists_are_refused_where_fields_are_not_text(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("how", "name"),
+    [
+        ({"separator": ","}, "separator"),
+        ({"header": ["a"]}, "header"),
+        ({"lists": {"a": "^"}}, "lists"),
+        ({"quote": False}, "quote"),
+        ({"missing": ["", "NULL"]}, "missing"),
+    ],
+)
+def test_case_H08_an_argument_that_would_not_be_used_is_refused(tmp_path: Path, how: dict[str, Any], name: str) -> None:
     pq.write_table(pa.table({"a": ["1^2"]}), tmp_path / "a.parquet")
-    with pytest.raises(RequestError, match="only fields of CSV"):
-        scan(tmp_path / "a.parquet", lists={"a": "^"})
+    with pytest.raises(RequestError, match=f"its format is parquet, and {name} is for CSV"):
+        scan(tmp_path / "a.parquet", **how)
+
+
+def test_types_of_columns_that_are_not_there_are_refused(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"a": [1], "b": [2]}), tmp_path / "a.parquet")
+    with pytest.raises(RequestError, match="it lacks the columns 'z'"):
+        scan(tmp_path / "a.parquet", columns=["a"], types={"z": "int64"})
+    assert table_of(scan(tmp_path / "a.parquet", columns=["a"], types={"b": "string"})).to_pydict() == {"a": [1]}
 
 
 @pytest.mark.parametrize("name", ["a.csv", "a.parquet", "a.jsonl", "a.npz"])

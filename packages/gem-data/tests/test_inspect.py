@@ -158,6 +158,32 @@ def test_times_are_known_in_any_unit(tmp_path: Path, values: Any, why: str) -> N
     assert why in verdict.why
 
 
+@pytest.mark.parametrize(
+    ("values", "kind"),
+    [
+        ([{"a": 1}, {"a": 2}], "left out"),
+        ([[{"a": 1}], [{"a": 2}]], "left out"),
+        ([[[1]], [[2]]], "left out"),
+        (pa.array([[("k", 1)], []], pa.map_(pa.string(), pa.int64())), "left out"),
+        ([b"a", b"b"], "left out"),
+        ([[b"a"], []], "left out"),
+        (pa.array([1, 2], pa.duration("s")), "left out"),
+        (pa.array([[1], []], pa.list_(pa.timestamp("s"))), "left out"),
+        (pa.nulls(2), "left out"),
+        (pa.nulls(2, pa.list_(pa.int64())), "left out"),
+        ([[], []], "left out"),
+        (pa.array([1, 2], pa.decimal128(20, 3)), "number"),
+        (np.array([1.5, 2], np.float16), "number"),
+        (pa.array([[1], []], pa.large_list(pa.int64())), "multi_id"),
+        (pa.array(["a", "b"], pa.large_string()), "id"),
+    ],
+)
+def test_every_arrow_type_has_a_verdict(tmp_path: Path, values: Any, kind: str) -> None:
+    for rows in (2, 0):
+        pq.write_table(pa.table({"x": values}).slice(0, rows), tmp_path / "x.parquet")
+        assert kinds(inspect(tmp_path / "x.parquet")) == {"x": kind if rows else "left out"}
+
+
 def test_a_second_user_or_time_is_left_out(tmp_path: Path) -> None:
     times = [1_600_000_000 + k for k in range(30)]
     pq.write_table(pa.table({"uid": range(30), "user_id": range(30), "ts": times, "time": times}), tmp_path / "x.parquet")

@@ -10,6 +10,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from gem_data.ids.values import is_text
+
 
 def _words(whole: str) -> re.Pattern[str]:
     return re.compile(rf"^({'|'.join(whole.split())})$", re.I)
@@ -49,22 +51,20 @@ class Column:
         self.listed = bool(pa.types.is_list(values.type) or pa.types.is_large_list(values.type) or pa.types.is_fixed_size_list(values.type))
         self.array = values
         self.values = (values.flatten() if self.listed else values).drop_null()
+        self.inner: pa.DataType = self.values.type
+        self.fractional = bool(pa.types.is_floating(self.inner) or pa.types.is_decimal(self.inner))
+        self.textual = is_text(self.inner)
+        self.timed = bool(pa.types.is_timestamp(self.inner) or pa.types.is_date(self.inner))
+        self.integral = bool(pa.types.is_integer(self.inner) or pa.types.is_boolean(self.inner))
+
+    @property
+    def usable(self) -> bool:
+        """Whether a schema has a place for such values."""
+        return self.fractional or self.textual or self.timed or self.integral or bool(pa.types.is_null(self.inner))
 
     @cached_property
     def distinct(self) -> int:
         return len(self.values.unique())
-
-    @property
-    def inner(self) -> pa.DataType:
-        return self.values.type
-
-    @property
-    def fractional(self) -> bool:
-        return bool(pa.types.is_floating(self.inner) or pa.types.is_decimal(self.inner))
-
-    @property
-    def textual(self) -> bool:
-        return bool(pa.types.is_string(self.inner) or pa.types.is_large_string(self.inner))
 
     @cached_property
     def lengths(self) -> NDArray[np.int64]:
@@ -85,9 +85,12 @@ class Column:
 
 def judge(columns: Mapping[str, Column]) -> dict[str, Verdict]:
     """A verdict for every column."""
-    groups = _groups({name: column for name, column in columns.items() if column.listed})
+    groups = _groups({name: column for name, column in columns.items() if column.listed and column.usable})
     out: dict[str, Verdict] = {}
     for name, column in columns.items():
+        if not column.usable:
+            out[name] = Verdict("left out", f"no feature is made of {column.type}")
+            continue
         out[name] = groups.get(name) or (_list(column) if column.listed else _single(column))
     for role in ("user", "request", "time"):  # a schema has one of each
         for name in [name for name, verdict in out.items() if verdict.kind == role][1:]:
@@ -130,6 +133,8 @@ def list_name(group: str, column: str) -> str:
 def _list(column: Column) -> Verdict:
     if not len(column.values):
         return Verdict("left out", "no list holds a value")
+    if column.timed:
+        return Verdict("left out", "lists of times, beside no other list of the same lengths")
     if not column.fractional:
         return Verdict("multi_id", f"lists of up to {column.longest} {column.inner}")
     if np.unique(column.lengths).size == 1:
@@ -164,7 +169,7 @@ def _binary(column: Column) -> bool:
 
 def times_of(column: Column) -> str:
     """Why the column is a time, with its unit; empty if it is none."""
-    if pa.types.is_timestamp(column.inner) or pa.types.is_date(column.inner):
+    if column.timed:
         return f"its type, {column.inner}"
     numbers = column.numbers
     if column.fractional and not TIME.search(column.name):
@@ -193,8 +198,6 @@ def _text(column: Column) -> Verdict:
 def _number(column: Column) -> Verdict:
     if column.fractional:
         return Verdict("number", "floats")
-    if not pa.types.is_integer(column.inner):
-        return Verdict("left out", f"no feature is made of {column.inner}")
     if column.distinct == len(column.array) > 20 and ROW.search(column.name):
         return Verdict("left out", "its name, and every row has another value")
     if column.type == pa.uint64():

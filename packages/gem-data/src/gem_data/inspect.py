@@ -14,6 +14,7 @@ from gem_data.guess import Column, Verdict, judge, list_name, times_of
 from gem_data.schema import Embedding, Id, MultiId, Number, Schema, Sequence, Task
 
 VOCABULARY_UP_TO = 1_000
+BATCH_ROWS = 4_096
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ def inspect(
     place = locate(path)[0]
     text = separator is not None or format == "csv" or (format is None and (_is_text(suffix_of(place)) or format_of(place) == "csv"))
     if not text:
-        return propose(scan(path, format=format), rows)
+        return propose(scan(path, format=format, batch_rows=min(rows, BATCH_ROWS)), rows)
     dialect = sniff(place, encoding=encoding, separator=separator, columns=names)
     opened = scan(path, format="csv", separator=dialect.separator, encoding=dialect.encoding, header=dialect.columns or True, bad_lines="drop")
     return propose(opened, rows, dialect)
@@ -92,6 +93,8 @@ def _tables(columns: Mapping[str, Column], verdicts: Mapping[str, Verdict]) -> d
     """
     seen: dict[str, int] = {}
     for name, verdict in verdicts.items():
+        if verdict.kind not in ("id", "multi_id", "sequence"):
+            continue
         feature = list_name(verdict.group, name) if verdict.group else name
         seen[feature] = max(seen.get(feature, 0), columns[name].distinct)
     return {name: {"encode": "vocabulary"} if count <= VOCABULARY_UP_TO else {"encode": "hash", "rows": _rows(count)} for name, count in seen.items()}

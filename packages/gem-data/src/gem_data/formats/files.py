@@ -107,16 +107,20 @@ def _protocols(system: Any) -> tuple[str, ...]:
     return (protocol,) if isinstance(protocol, str) else tuple(protocol)
 
 
+def binary_format(place: Location) -> str | None:
+    """The format by the first bytes; None for text."""
+    head = place.head()
+    return next((name for magic, name in MAGIC.items() if head.startswith(magic)), None)
+
+
 def format_of(place: Location) -> str:
     """The format by the first bytes, else by the ending, ``.gz`` and ``.zst`` left aside.
 
     Raises:
         RequestError: neither tells.
     """
-    head = place.head()
-    for magic, name in MAGIC.items():
-        if head.startswith(magic):
-            return name
+    if known := binary_format(place):
+        return known
     suffix = suffix_of(place)
     if suffix in SUFFIXES:
         return SUFFIXES[suffix]

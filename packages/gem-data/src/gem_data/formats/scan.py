@@ -11,7 +11,7 @@ import pyarrow as pa
 from gem_core.spec import RequestError
 from gem_data.formats.columnar import ArrowReader, OrcReader, ParquetReader
 from gem_data.formats.delimited import DelimitedReader
-from gem_data.formats.files import FORMATS, Location, format_of, locate
+from gem_data.formats.files import FORMATS, Location, binary_format, format_of, locate
 from gem_data.formats.jsonl import JsonLinesReader
 from gem_data.formats.npz import NpzReader
 from gem_data.formats.request import BadLines, Reader, Request
@@ -108,10 +108,7 @@ def scan(
     )
     _check(request)
     places = locate(paths)
-    family = _family(places[0], format, request)
-    if request.lists and family is not DelimitedReader:
-        raise RequestError(places[0].asked, "only fields of CSV and its relatives are split into lists", "Leave lists out.")
-    first = family(places[0], request)
+    first = _family(places[0], format, request)(places[0], request)
     schema = _schema(places[0], first.schema, request)
     # Text of later files is read with the types of the first; types that only sampling would tell may not differ from file to file.
     fixed = replace(request, types={**{field.name: field.type for field in first.schema}, **request.types})
@@ -124,7 +121,23 @@ def _opener(place: Location, family: Callable[[Location, Request], Reader], requ
 
 
 def _family(place: Location, format: str | None, request: Request) -> Callable[[Location, Request], Reader]:
-    return FAMILIES[format or ("csv" if request.separator is not None else format_of(place))]
+    """The reader of a file; RequestError where arguments that only CSV has meet another format."""
+    known = binary_format(place)
+    if format is None and request.separator is not None and known is None:
+        format = "csv"
+    found = format or known or format_of(place)
+    if found != "csv":
+        given = {
+            "separator": request.separator is not None,
+            "header": request.header is not None,
+            "lists": bool(request.lists),
+            "quote": request.quote is not None,
+            "missing": request.missing != ("",),
+        }
+        if any(given.values()):
+            so = f"its format is {found}, and {next(name for name, there in given.items() if there)} is for CSV and its relatives"
+            raise RequestError(place.asked, so, "Leave it out, or name the format.")
+    return FAMILIES[found]
 
 
 def _header(header: bool | Sequence[str]) -> tuple[str, ...] | None:
@@ -177,7 +190,7 @@ def _schema(place: Location, found: pa.Schema, request: Request) -> pa.Schema:
     twice = [name for name, count in Counter(found.names).items() if count > 1]
     if twice:
         raise RequestError(place.asked, f"it has two columns {twice[0]!r}", "Rename one.")
-    _require(place, found, [*names, *(name for name in request.types if request.columns is None)])
+    _require(place, found, [*names, *request.types])
     return pa.schema([(name, request.types.get(name, _plain(found.field(name).type))) for name in names])
 
 
