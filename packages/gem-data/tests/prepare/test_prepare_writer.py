@@ -66,8 +66,8 @@ def test_case_H14_and_H15_the_prepared_schema_describes_the_files(shop: Any) -> 
 
 
 def test_two_columns_of_one_name_are_refused(shop: Any) -> None:
-    shop.schema["id"].append({"name": "clicks.item", "column": "item", "encode": "pass", "rows": 9})
-    with pytest.raises(RequestError, match=r"two of their columns would be called 'clicks.item'"):
+    shop.schema["id"].append({"name": "_user", "column": "item", "encode": "pass", "rows": 10})
+    with pytest.raises(RequestError, match=r"two of their columns would be called '_user'"):
         shop.run()
     assert not (shop.folder / "out").exists()
 
