@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -64,3 +65,14 @@ def launch(script: Path, folder: Path, world: int) -> list[dict[str, Any]]:
 def on_ranks() -> Callable[[Path, Path, int], list[dict[str, Any]]]:
     """Run ``script FOLDER RANK WORLD`` on every rank and return what each saved as ``FOLDER/rankR.pt``; a rank that fails or hangs fails the test."""
     return launch
+
+
+@pytest.fixture(scope="session")
+def sharded_ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], list[dict[str, Any]]]:
+    """What each rank of ranks_sharded.py saved, by the number of ranks; started once each."""
+
+    @cache
+    def started(world: int) -> list[dict[str, Any]]:
+        return launch(Path(__file__).with_name("ranks_sharded.py"), tmp_path_factory.mktemp(f"sharded{world}"), world)
+
+    return started

@@ -1,4 +1,4 @@
-"""Run by test_ranks.py, once for each rank: sharded tables and data-parallel dense layers on this rank's rows; saves what came out.
+"""Run by test_ranks.py and test_layouts.py, once for each rank: sharded tables, and on two ranks dense layers beside them; saves what came out.
 
 usage: ranks_sharded.py FOLDER RANK WORLD
 """
@@ -16,13 +16,83 @@ from torch import Tensor, nn
 from gem_core.spec import ParallelContext, RequestError, SparseOptimizer, Topology
 from gem_parallel.dense.ddp import DataParallel
 from gem_parallel.sparse.engine import TorchRecEmbeddings
+from gem_parallel.sparse.options import TableRule
+from gem_parallel.sparse.placement import Cluster, Place, place, wishes
+from gem_parallel.sparse.planfile import write_plan
 
-SHARDINGS = ("auto", "table_wise", "row_wise")
+SHARDINGS = ("auto", "table_wise", "row_wise", "data_parallel")
 OPTIMIZERS = ("rowwise_adagrad", "sgd")
+COLUMNS = ({"pattern": "item", "sharding": "column_wise"}, {"pattern": "c*", "sharding": "column_wise"})
+MIXED = ({"pattern": "it*", "sharding": "row_wise"}, {"pattern": "city", "sharding": "data_parallel"}, {"pattern": "*", "sharding": "table_wise"})
+LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "columns": ("sgd", {"tables": COLUMNS}),
+    "mixed": ("rowwise_adagrad", {"tables": MIXED}),
+    "planned": ("rowwise_adagrad", {"plan": "plan.toml"}),
+    "copies": ("sgd", {"sharding": "row_wise", "replicas": 2}),
+    "scaled copies": ("rowwise_adagrad", {"replicas": 2, "tables": ({"pattern": "city", "sharding": "data_parallel"},)}),
+    "fp16 rows": ("sgd", {"dtype": "fp16"}),
+    "16-bit wire": ("sgd", {"sharding": "row_wise", "forward_comm": "fp16", "backward_comm": "bf16"}),
+    "bf16 wire": ("sgd", {"sharding": "table_wise", "forward_comm": "bf16", "backward_comm": "fp16"}),
+}
+"""Optimiser and options by name."""
 
 
-def sharded(optimizer: str, sharding: str) -> TorchRecEmbeddings:
-    return TorchRecEmbeddings(TABLES, SparseOptimizer(name=optimizer, lr=0.2), device="cpu", seed=3, sharding=sharding)
+def sharded(optimizer: str, sharding: str = "auto", **options: Any) -> TorchRecEmbeddings:
+    return TorchRecEmbeddings(TABLES, SparseOptimizer(name=optimizer, lr=0.2), device="cpu", seed=3, sharding=sharding, **options)
+
+
+def plain(places: dict[str, Place]) -> dict[str, tuple[str, tuple[int, ...]]]:
+    return {name: (placed.sharding, placed.ranks) for name, placed in places.items()}
+
+
+def layouts(folder: Path, rank: int, world: int) -> dict[str, Any]:
+    """Train with every layout; outputs, tables, what is held and bytes sent."""
+    cluster, wanted = Cluster(world=world, local=world, device="cpu"), wishes(TABLES, "auto", "device", [TableRule(**rule) for rule in MIXED])
+    places = place(TABLES, wanted, SparseOptimizer(), cluster)
+    (folder / f"plan{rank}.toml").write_text(write_plan(places, TABLES, world))
+    saved = {}
+    for name, (optimizer, options) in LAYOUTS.items():
+        if "plan" in options:
+            options = {"plan": str(folder / f"plan{rank}.toml")}
+        engine = sharded(optimizer, **options)
+        outputs = train(engine, rank, world)
+        held = [
+            (piece.table, piece.rows.start, piece.rows.stop, piece.column, piece.tensors["weight"].shape[1])
+            for piece in engine._slices
+            if piece.saves
+        ]
+        saved[name] = {
+            "outputs": outputs,
+            "tables": engine.export_tables(),
+            "held": held,
+            "places": plain(engine.places),
+            "sent": engine.traffic.take(),
+        }
+        moved = torch_engine(optimizer)
+        moved.import_tables(saved[name]["tables"])
+        again = sharded(optimizer, **options)
+        again.import_tables(moved.export_tables())
+        saved[name]["again"] = again.export_tables()
+    saved["refused"] = refused(world)
+    return saved
+
+
+def refused(world: int) -> dict[str, str]:
+    out = {}
+    asked = {
+        "host rows": {"tables": ({"pattern": "city", "sharding": "table_row_wise"},)},
+        "grid": {"tables": ({"pattern": "item", "sharding": "grid"},)},
+        "columns": {"sharding": "column_wise"},
+        "planner": {"sharding": "planner"},
+        "replicas": {"replicas": 3},
+        "copies in 16 bits": {"sharding": "data_parallel", "dtype": "fp16"},
+    }
+    for name, options in asked.items():
+        try:
+            sharded("rowwise_adagrad", **options)
+        except RequestError as error:
+            out[name] = str(error)
+    return out
 
 
 class Dense(nn.Module):
@@ -77,17 +147,16 @@ def bad_id(rank: int) -> str:
     return "no error"
 
 
-def main(folder: Path, rank: int, world: int) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world, timeout=timedelta(seconds=100))
+def whole(rank: int, world: int) -> dict[str, Any]:
+    """Layouts of all tables with both optimisers, tables that move, and dense layers."""
     saved: dict[str, Any] = {"places": {}, "tables": {}, "outputs": {}, "held": {}}
     for sharding in SHARDINGS:
         for name in OPTIMIZERS:
             engine = sharded(name, sharding)
             saved["outputs"][sharding, name] = train(engine, rank, world)
             saved["tables"][sharding, name] = engine.export_tables()
-            saved["places"][sharding] = engine.places
-            saved["held"][sharding] = [(piece.table, piece.start, piece.rows.stop) for piece in engine._slices]
+            saved["places"][sharding] = plain(engine.places)
+            saved["held"][sharding] = [(piece.table, piece.start, piece.rows.stop) for piece in engine._slices if piece.saves]
 
     source = torch_engine("rowwise_adagrad")
     train(source, 0, 1)  # every rank the whole batch: exchange averages equal gradients
@@ -100,6 +169,15 @@ def main(folder: Path, rank: int, world: int) -> None:
     saved["dense and torchrec"] = train_both(rank, world, sharded("rowwise_adagrad", "auto"))
     saved["dense and torch"] = train_both(rank, world, torch_engine("rowwise_adagrad"))
     saved["bad id"] = bad_id(rank)
+    return saved
+
+
+def main(folder: Path, rank: int, world: int) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world, timeout=timedelta(seconds=100))
+    saved: dict[str, Any] = {"layouts": layouts(folder, rank, world)}
+    if world == 2:
+        saved |= whole(rank, world)
     torch.save(saved, folder / f"rank{rank}.pt")
     dist.destroy_process_group()
 

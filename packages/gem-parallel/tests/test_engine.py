@@ -271,11 +271,18 @@ def test_the_root_logger_gets_no_handler(engine: Build, monkeypatch: pytest.Monk
 
 
 def test_declarations_load_and_options_are_checked() -> None:
-    (declared,) = plugin.gem_embedding_engines()
+    declared = plugin.gem_embedding_engines()[0]
     assert declared.name == "torchrec"
     assert load_object(declared.options) is TorchRecOptions
-    assert TorchRecOptions().model_dump() == {"sharding": "auto"}
-    with pytest.raises(ValueError, match="sharding"):
-        TorchRecOptions(sharding="column_wise")  # type: ignore[arg-type]
+    assert TorchRecOptions().sharding == "auto"
+    for wrong in (
+        {"sharding": "sideways"},
+        {"tables": [{"pattern": "x", "sharding": "auto"}]},
+        {"dtype": "fp8"},
+        {"replicas": True},
+        {"forward_comm": "int8"},
+    ):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            TorchRecOptions(**wrong)  # type: ignore[arg-type]
     made = load_object(declared.load)((spec(),), SparseOptimizer(), device="cpu", seed=1, **TorchRecOptions().model_dump())
     assert list(made.table_names()) == ["t"]

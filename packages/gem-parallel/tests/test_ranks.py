@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 SCRIPT = Path(__file__).with_name("ranks_sharded.py")
-SHARDINGS = ("auto", "table_wise", "row_wise")
+SHARDINGS = ("auto", "table_wise", "row_wise", "data_parallel")
 OPTIMIZERS = ("rowwise_adagrad", "sgd")
 
 
 @pytest.fixture(scope="module")
-def ranks(on_ranks: Callable[..., list[dict[str, Any]]], tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return on_ranks(SCRIPT, tmp_path_factory.mktemp("ranks"), 2)
+def ranks(sharded_ranks: Callable[[int], list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    return sharded_ranks(2)
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +71,7 @@ def test_case_B02_a_rank_without_rows_gets_empty_outputs(ranks: list[dict[str, A
 
 
 def test_case_F05_row_wise_bags_work_on_gloo(ranks: list[dict[str, Any]]) -> None:
-    assert ranks[0]["places"]["row_wise"] == dict.fromkeys(("item", "event.type", "tags", "city"))
+    assert ranks[0]["places"]["row_wise"] == dict.fromkeys(("item", "event.type", "tags", "city"), ("row_wise", (0, 1)))
     assert ranks[0]["outputs"]["row_wise", "sgd"][3]["tags"].shape == (2, 4)
     assert ranks[1]["outputs"]["row_wise", "sgd"][3]["tags"].shape == (4, 4)
 
@@ -87,10 +87,9 @@ def test_case_F08_every_row_of_every_table_is_held_once(ranks: list[dict[str, An
 def test_placement_is_used(ranks: list[dict[str, Any]]) -> None:
     places = ranks[0]["places"]["table_wise"]
     for rank, saved in enumerate(ranks):
-        assert {name for name, _, _ in saved["held"]["table_wise"]} == {name for name, home in places.items() if home == rank}
+        assert {name for name, _, _ in saved["held"]["table_wise"]} == {name for name, (_, home) in places.items() if home == (rank,)}
         assert saved["held"]["table_wise"]
-    assert None in ranks[0]["places"]["auto"].values()
-    assert {0, 1} & set(ranks[0]["places"]["auto"].values())
+    assert {sharding for sharding, _ in ranks[0]["places"]["auto"].values()} == {"row_wise", "table_wise"}
 
 
 def test_case_E02_E08_tables_move_between_engines_and_placements(ranks: list[dict[str, Any]]) -> None:

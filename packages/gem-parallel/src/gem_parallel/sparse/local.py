@@ -1,6 +1,6 @@
 """All tables in one process, on fbgemm's fused tables."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -14,25 +14,30 @@ from gem_parallel.sparse.shards import slices_of, tbe_options
 class LocalGroup:
     """Tables of one pooling in one fbgemm module, so that one kernel looks all of them up."""
 
-    def __init__(self, tables: Sequence[TableSpec], optimizer: SparseOptimizer, device: torch.device) -> None:
+    def __init__(
+        self, tables: Sequence[TableSpec], optimizer: SparseOptimizer, device: torch.device, *, dtype: str, memory: Mapping[str, str], saves: bool
+    ) -> None:
         module = load_fbgemm(device.type)
+        from fbgemm_gpu.split_embedding_configs import SparseType
         from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation, PoolingMode
 
         self.keys = tuple(feature for table in tables for feature in table.features)
         self._widths = [table.dim for table in tables for _ in table.features]
         self._pooled = tables[0].pooling != "none"
-        location = EmbeddingLocation.DEVICE if device.type == "cuda" else EmbeddingLocation.HOST
+        on_device = EmbeddingLocation.DEVICE if device.type == "cuda" else EmbeddingLocation.HOST
+        location = {"device": on_device, "uvm": EmbeddingLocation.MANAGED, "uvm_cached": EmbeddingLocation.MANAGED_CACHING}
         compute = module.ComputeDevice.CUDA if device.type == "cuda" else module.ComputeDevice.CPU
         with quiet_logging():
             self.tbe = module.SplitTableBatchedEmbeddingBagsCodegen(
-                [(table.rows, table.dim, location, compute) for table in tables],
+                [(table.rows, table.dim, location[memory[table.name]], compute) for table in tables],
                 feature_table_map=[i for i, table in enumerate(tables) for _ in table.features],
                 pooling_mode={"none": PoolingMode.NONE, "sum": PoolingMode.SUM, "mean": PoolingMode.MEAN}[tables[0].pooling],
                 device=device,
-                **tbe_options(optimizer),
+                weights_precision=SparseType(dtype),
+                **tbe_options(optimizer, dtype),
             )
         self.tbes = [self.tbe]
-        self.slices = slices_of(self.tbe, [(table.name, 0) for table in tables], optimizer)
+        self.slices = slices_of(self.tbe, [(table.name, 0, 0) for table in tables], optimizer, saves=saves)
 
     def __call__(self, features: KeyedJagged) -> dict[str, Tensor]:
         columns = features if features.keys == self.keys else features.select(self.keys)
@@ -41,9 +46,20 @@ class LocalGroup:
         return dict(zip(self.keys, torch.split(vectors, sizes, dim=1 if self._pooled else 0)))
 
 
-def local_groups(tables: Sequence[TableSpec], optimizer: SparseOptimizer, device: torch.device) -> list[LocalGroup]:
-    """One group a pooling; without pooling one a width, since fbgemm returns the vectors in one tensor."""
+def local_groups(
+    tables: Sequence[TableSpec], optimizer: SparseOptimizer, device: torch.device, *, dtype: str, memory: Mapping[str, str], saves: bool = True
+) -> list[LocalGroup]:
+    """One group a pooling; without pooling one a width, since fbgemm returns the vectors in one tensor.
+
+    Args:
+        tables: the tables.
+        optimizer: the update rule.
+        device: where the tables live.
+        dtype: of the stored rows.
+        memory: where each table's rows lie.
+        saves: whether this process hands its tables over to checkpoints.
+    """
     groups: dict[tuple[str, int], list[TableSpec]] = {}
     for table in tables:
         groups.setdefault((table.pooling, table.dim if table.pooling == "none" else 0), []).append(table)
-    return [LocalGroup(group, optimizer, device) for group in groups.values()]
+    return [LocalGroup(group, optimizer, device, dtype=dtype, memory=memory, saves=saves) for group in groups.values()]

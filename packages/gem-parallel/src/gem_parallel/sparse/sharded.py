@@ -1,7 +1,7 @@
 """Tables spread over ranks by torchrec."""
 
-import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,31 +10,54 @@ from torch import Tensor
 
 from gem_core.batch import KeyedJagged
 from gem_core.spec import SparseOptimizer, TableSpec
+from gem_parallel.sparse.copies import Copies
 from gem_parallel.sparse.native import load_fbgemm, load_torchrec, quiet_logging
+from gem_parallel.sparse.placement import Place
 from gem_parallel.sparse.shards import slices_of, tbe_options
+
+_KERNELS = {"device": "fused", "uvm": "fused_uvm", "uvm_cached": "fused_uvm_caching"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Storage:
+    """Formats: of the stored rows, and of vectors and gradients between ranks; ``fp32``, ``fp16`` or ``bf16``."""
+
+    dtype: str = "fp32"
+    forward_comm: str = "fp32"
+    backward_comm: str = "fp32"
 
 
 class ShardedGroup:
-    """Tables in one torchrec collection: pooled ones with a home rank, or ones looked up id by id.
+    """Tables in one torchrec collection: pooled ones, or ones looked up id by id.
 
-    Tables spread by rows are always looked up id by id and pooled here, on the asking rank: torchrec's row-wise bags fail on gloo as soon as the
-    ranks have different numbers of rows.
+    Tables spread over all ranks by rows are always looked up id by id and pooled here, on the asking rank: torchrec's row-wise bags fail on gloo as
+    soon as the ranks have different numbers of rows.
     """
 
     def __init__(
-        self, tables: Sequence[TableSpec], places: Mapping[str, int | None], optimizer: SparseOptimizer, device: torch.device, *, bags: bool
+        self,
+        tables: Sequence[TableSpec],
+        places: Mapping[str, Place],
+        optimizer: SparseOptimizer,
+        device: torch.device,
+        *,
+        bags: bool,
+        storage: Storage,
+        copies: Copies,
     ) -> None:
         self.keys = tuple(feature for table in tables for feature in table.features)
         self._bags = bags
         self._pool_here = {feature: table.pooling for table in tables for feature in table.features if not bags and table.pooling != "none"}
         names = {f"t{i}": table for i, table in enumerate(tables)}  # torchrec takes module names, which hold no dots
+        sharder, module = _collection(names, optimizer, bags=bags, storage=storage)
         with quiet_logging():
-            self.module = _shard(names, {name: places[table.name] for name, table in names.items()}, optimizer, device, bags=bags)
+            plan = _plan(module, sharder, {name: places[table.name] for name, table in names.items()}, device, copies)
+            self.module = sharder.shard(module, plan, _environment(copies), device)
         self.tbes, self.slices = [], []
         for kernel in _kernels(self.module):
             self.tbes.append(kernel.emb_module)
-            held = [(names[config.name].name, config.local_metadata.shard_offsets[0]) for config in kernel.config.embedding_tables]
-            self.slices += slices_of(kernel.emb_module, held, optimizer)
+            held = [(names[config.name].name, *config.local_metadata.shard_offsets) for config in kernel.config.embedding_tables]
+            self.slices += slices_of(kernel.emb_module, held, optimizer, saves=copies.saves)
 
     def __call__(self, features: KeyedJagged) -> Any:
         """Start the look-up; ``finish`` waits for it. Several groups can be under way at once."""
@@ -52,16 +75,18 @@ class ShardedGroup:
 
 
 def sharded_groups(
-    tables: Sequence[TableSpec], places: Mapping[str, int | None], optimizer: SparseOptimizer, device: torch.device
+    tables: Sequence[TableSpec], places: Mapping[str, Place], optimizer: SparseOptimizer, device: torch.device, storage: Storage, copies: Copies
 ) -> list[ShardedGroup]:
-    """Pooled tables with a home rank in one group; the others by width, which torchrec's unpooled collection demands."""
+    """Pooled tables that are not spread by rows in one group; the others by width, which torchrec's unpooled collection demands."""
+    if not tables:
+        return []
     load_fbgemm(device.type)
     load_torchrec(device.type)
     groups: dict[int, list[TableSpec]] = {}
     for table in tables:
-        bag = table.pooling != "none" and places[table.name] is not None
+        bag = table.pooling != "none" and places[table.name].sharding != "row_wise"
         groups.setdefault(0 if bag else table.dim, []).append(table)
-    return [ShardedGroup(group, places, optimizer, device, bags=key == 0) for key, group in groups.items()]
+    return [ShardedGroup(group, places, optimizer, device, bags=key == 0, storage=storage, copies=copies) for key, group in groups.items()]
 
 
 def pool(vectors: Tensor, offsets: Tensor, pooling: str) -> Tensor:
@@ -72,37 +97,83 @@ def pool(vectors: Tensor, offsets: Tensor, pooling: str) -> Tensor:
     return total / lengths.clamp(min=1)[:, None] if pooling == "mean" else total
 
 
-def _shard(tables: Mapping[str, TableSpec], places: Mapping[str, int | None], optimizer: SparseOptimizer, device: torch.device, *, bags: bool) -> Any:
+def _collection(tables: Mapping[str, TableSpec], optimizer: SparseOptimizer, *, bags: bool, storage: Storage) -> tuple[Any, Any]:
+    """torchrec's sharder and the collection on the meta device."""
     from torchrec.distributed.embedding import EmbeddingCollectionSharder
     from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
-    from torchrec.distributed.sharding_plan import construct_module_sharding_plan, row_wise, table_wise
-    from torchrec.distributed.types import ShardingEnv
-    from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig, PoolingType
+    from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, EmbeddingConfig, PoolingType
     from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
-    meta = torch.device("meta")
+    meta, poolings = torch.device("meta"), {"sum": PoolingType.SUM, "mean": PoolingType.MEAN}
     common = [
-        {"name": name, "embedding_dim": table.dim, "num_embeddings": table.rows, "feature_names": list(table.features)}
+        {
+            "name": name,
+            "embedding_dim": table.dim,
+            "num_embeddings": table.rows,
+            "feature_names": list(table.features),
+            "data_type": DataType[storage.dtype.upper()],
+        }
         for name, table in tables.items()
     ]
+    words = {"fused_params": tbe_options(optimizer, storage.dtype), "qcomm_codecs_registry": _codecs(storage)}
     if bags:
-        poolings = {"sum": PoolingType.SUM, "mean": PoolingType.MEAN}
-        configs = [EmbeddingBagConfig(pooling=poolings[table.pooling], **words) for words, table in zip(common, tables.values())]
-        module, sharder_type = EmbeddingBagCollection(tables=configs, device=meta), EmbeddingBagCollectionSharder
-    else:
-        module, sharder_type = EmbeddingCollection(tables=[EmbeddingConfig(**words) for words in common], device=meta), EmbeddingCollectionSharder
-    sharder = sharder_type(fused_params=tbe_options(optimizer))
-    world = dist.get_world_size()
-    plan = construct_module_sharding_plan(
-        module,
-        # without a kernel name torchrec picks its dense one, which leaves the update to an optimiser and corrupts memory on the CPU
-        {name: row_wise(compute_kernel="fused") if rank is None else table_wise(rank=rank, compute_kernel="fused") for name, rank in places.items()},
-        sharder=sharder,
-        local_size=int(os.environ.get("LOCAL_WORLD_SIZE", world)),
-        world_size=world,
-        device_type=device.type,
+        configs = [EmbeddingBagConfig(pooling=poolings[table.pooling], **words) for words, table in zip(common, tables.values(), strict=True)]
+        return EmbeddingBagCollectionSharder(**words), EmbeddingBagCollection(tables=configs, device=meta)
+    return EmbeddingCollectionSharder(**words), EmbeddingCollection(tables=[EmbeddingConfig(**words) for words in common], device=meta)
+
+
+def _codecs(storage: Storage) -> Any:
+    """torchrec's codecs of what travels between ranks, None where nothing is narrowed."""
+    if storage.forward_comm == storage.backward_comm == "fp32":
+        return None
+    from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_qcomm_codecs_registry
+
+    return get_qcomm_codecs_registry(
+        QCommsConfig(forward_precision=CommType(storage.forward_comm), backward_precision=CommType(storage.backward_comm))
     )
-    return sharder.shard(module, plan, ShardingEnv.from_process_group(dist.group.WORLD), device)
+
+
+def _plan(module: Any, sharder: Any, places: Mapping[str, Place], device: torch.device, copies: Copies) -> Any:
+    from torchrec.distributed.sharding_plan import construct_module_sharding_plan
+
+    cluster = copies.cluster
+    makers = {name: _maker(place, cluster.local) for name, place in places.items()}
+    words: dict[str, Any] = {"local_size": cluster.local, "world_size": cluster.world, "device_type": device.type}
+    plan = construct_module_sharding_plan(module, makers, sharder=sharder, **words)
+    for name, parameter in plan.items():
+        # torchrec's default is its dense kernel, which leaves the update to an optimiser and corrupts memory on the CPU
+        parameter.compute_kernel = _KERNELS[places[name].memory]
+        parameter.ranks = [copies.world_rank(rank) for rank in parameter.ranks]
+        for shard in parameter.sharding_spec.shards:
+            shard.placement._rank = copies.world_rank(shard.placement.rank())
+    return plan
+
+
+def _maker(place: Place, local: int) -> Any:
+    from torchrec.distributed.sharding_plan import column_wise, grid_shard, row_wise, table_row_wise, table_wise
+
+    if place.sharding == "table_wise":
+        return table_wise(rank=place.ranks[0])
+    if place.sharding == "row_wise":
+        return row_wise()
+    if place.sharding == "column_wise":
+        return column_wise(ranks=list(place.ranks))
+    hosts = sorted({rank // local for rank in place.ranks})
+    return table_row_wise(host_index=hosts[0]) if place.sharding == "table_row_wise" else grid_shard(host_indexes=hosts)
+
+
+def _environment(copies: Copies) -> Any:
+    from torchrec.distributed.types import ShardingEnv, ShardingEnv2D
+
+    if copies.mesh is None:
+        return ShardingEnv.from_process_group(dist.group.WORLD)
+    return ShardingEnv2D(
+        sharding_pg=copies.mesh.get_group("shard"),
+        replica_pg=copies.mesh.get_group("replicate"),
+        global_pg=dist.group.WORLD,
+        device_mesh=copies.mesh,
+        node_group_size=copies.cluster.local,
+    )
 
 
 def _kernels(module: Any) -> list[Any]:

@@ -7,34 +7,19 @@ article with row gradients exchanged in place of weights.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.nn.functional import embedding_bag
 
 from gem_core.batch import KeyedJagged
 from gem_core.ops.rows import sum_rows, update_rows
-from gem_core.spec import RequestError, SparseOptimizer, TableSpec, check_import, check_lr, check_tables
+from gem_core.spec import RequestError, SparseOptimizer, TableSlice, TableSpec, check_import, check_lr, check_tables
 from gem_parallel.comm.collectives import Collectives, Gathering, Traffic
 from gem_parallel.sparse.banks import Bank, Grid
-from gem_parallel.sparse.shards import draw, gather, scatter
-
-
-class _Rows(torch.autograd.Function):
-    """Identity of the looked-up rows ``[unique, dim]``; backward leaves their gradient with their addresses and sends nothing."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, addresses: Tensor, sink: list[tuple[Tensor, Tensor]]) -> Tensor:
-        ctx.addresses, ctx.sink = addresses, sink
-        return rows.view_as(rows)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:
-        ctx.sink.append((ctx.addresses, grad))
-        return None, None, None
+from gem_parallel.sparse.lookups import Sink, keep_gradient, spread, summed
+from gem_parallel.sparse.shards import draw, gather, scatter, table_slices
 
 
 class Sharded2DEmbeddings(nn.Module):
@@ -74,7 +59,7 @@ class Sharded2DEmbeddings(nn.Module):
         self.grid, self._shard, self._replicas = _groups(self._world, replicas, device, self.traffic)
         self._banks = [Bank([t for t in tables if t.dim == dim], optimizer, self.grid, device) for dim in sorted({t.dim for t in tables})]
         self._slices = [piece for bank in self._banks for piece in bank.slices()]
-        self._sinks: list[list[tuple[Tensor, Tensor]]] = [[] for _ in self._banks]
+        self._sinks: list[Sink] = [[] for _ in self._banks]
         self._gathering: list[Gathering] | None = None
         draw(self._slices, tables, seed)
 
@@ -90,12 +75,7 @@ class Sharded2DEmbeddings(nn.Module):
         found = self._look_up([addresses for addresses, _ in wanted], [shards.wait() for shards in gathering])
         out: dict[str, Tensor] = {}
         for bank, (addresses, inverse), rows, sink in zip(self._banks, wanted, found, self._sinks):
-            rows = rows.requires_grad_(torch.is_grad_enabled())
-            if torch.is_grad_enabled():
-                rows = _Rows.apply(rows, addresses, sink)  # type: ignore[no-untyped-call]
-            sizes = [features.ids(key).numel() for key in bank.keys]
-            for key, index in zip(bank.keys, torch.split(inverse, sizes)):
-                out[key] = self._pool(key, rows, index, features)
+            out.update(spread(bank.keys, self._pooling, keep_gradient(rows, addresses, sink), inverse, features))
         return out
 
     def _gather(self) -> list[Gathering]:
@@ -118,14 +98,6 @@ class Sharded2DEmbeddings(nn.Module):
             out.append(self._shard.all_to_all("tables: answer", answer, receive[i], send[i]))
         return out
 
-    def _pool(self, key: str, rows: Tensor, index: Tensor, features: KeyedJagged) -> Tensor:
-        pooling = self._pooling[key]
-        if pooling == "none":
-            return rows.index_select(0, index)
-        if not index.numel():  # embedding_bag refuses a batch without rows; the empty sum keeps the graph
-            return rows.new_zeros(features.rows, rows.shape[1]) + rows[:0].sum(0)
-        return embedding_bag(index, rows, features[key].offsets, mode=pooling, include_last_offset=True)
-
     def set_lr(self, lr: float) -> None:
         """Learning rate of the next ``step``; RequestError if it is negative or not finite."""
         check_lr(lr)
@@ -135,7 +107,7 @@ class Sharded2DEmbeddings(nn.Module):
     def step(self) -> None:
         """Bring the gradients gathered since the last call to the ranks that keep the rows, and update them. Collective."""
         self._updates += 1
-        gradients = [self._own_gradients(bank, sink) for bank, sink in zip(self._banks, self._sinks)]
+        gradients = [summed(sink, bank.shard_rows * self.grid.groups, bank.weight) for bank, sink in zip(self._banks, self._sinks)]
         self.zero_grad()
         gradients = self._pass_on(self._shard, "tables: gradients", gradients, [bank.shard_rows for bank in self._banks])
         gradients = self._pass_on(self._replicas, "tables: gradients to owner", gradients, [bank.rows for bank in self._banks])
@@ -144,12 +116,6 @@ class Sharded2DEmbeddings(nn.Module):
                 update_rows(self._optimizer, bank.weight, bank.slots, rows, grad / self._world, lr=self._lr, updates=self._updates)
         if self._prefetch:
             self._gathering = self._gather()
-
-    def _own_gradients(self, bank: Bank, sink: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-        if not sink:
-            return torch.empty(0, dtype=torch.int64, device=bank.weight.device), bank.weight.new_empty(0, bank.dim)
-        addresses, grads = torch.cat([a for a, _ in sink]), torch.cat([g for _, g in sink])
-        return sum_rows(addresses, grads, bank.shard_rows * self.grid.groups)
 
     def _pass_on(
         self, ranks: Collectives, name: str, gradients: Sequence[tuple[Tensor, Tensor]], sizes: Sequence[int]
@@ -170,6 +136,18 @@ class Sharded2DEmbeddings(nn.Module):
 
     def table_names(self) -> Sequence[str]:
         return [table.name for table in self._tables]
+
+    def table_slices(self) -> Sequence[TableSlice]:
+        """The rows that this rank keeps."""
+        return table_slices(self._slices, self._tables)
+
+    def table_updates(self) -> int:
+        return self._updates
+
+    def tables_loaded(self, updates: int) -> None:
+        self.zero_grad()
+        self._stop_gathering()
+        self._updates = updates
 
     def export_tables(self) -> dict[str, dict[str, Tensor]]:
         """Whole tables on the CPU of every rank, as ``gem_core.spec.table_state`` says."""

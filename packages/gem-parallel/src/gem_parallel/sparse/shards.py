@@ -8,37 +8,57 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gem_core.spec import ADAM_BETAS, SparseOptimizer, TableSpec, table_seed, table_state
+from gem_core.spec import ADAM_BETAS, SparseOptimizer, TableSlice, TableSpec, table_seed, table_state
+
+DRAW_BYTES = 8 << 20
+"""Size of the blocks in which first weights are drawn."""
 
 _SLOTS = {"sgd": (), "rowwise_adagrad": ("state",), "adam": ("exp_avg", "exp_avg_sq")}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Slice:
-    """The rows ``[start, start + n)`` of a table held by this process: views of its weights and optimiser state, by the names of ``table_state``."""
+    """A part of a table held by this process: views of its weights and optimiser state, by the names of ``table_state``.
+
+    Args:
+        table: the table's name.
+        start: the first row; the part has as many rows as its weights.
+        tensors: the views.
+        column: the first column of the weights, and of state that has their width.
+        saves: False where another process holds the same part and hands it over.
+    """
 
     table: str
     start: int
     tensors: dict[str, Tensor]
+    column: int = 0
+    saves: bool = True
 
     @property
     def rows(self) -> slice:
         return slice(self.start, self.start + self.tensors["weight"].shape[0])
 
+    def region(self, tensor: Tensor) -> tuple[slice, ...]:
+        """Where one of the views lies in its whole tensor."""
+        return (self.rows, *(slice(self.column, self.column + width) for width in tensor.shape[1:]))
 
-def slices_of(tbe: Any, tables: Sequence[tuple[str, int]], optimizer: SparseOptimizer) -> list[Slice]:
-    """The slices in one fbgemm module; ``tables`` gives name and first row of each of its tables."""
+
+def slices_of(tbe: Any, tables: Sequence[tuple[str, int, int]], optimizer: SparseOptimizer, *, saves: bool) -> list[Slice]:
+    """The slices in one fbgemm module; ``tables`` gives name, first row and first column of each of its tables."""
     names = _SLOTS[optimizer.name]
     states = tbe.split_optimizer_states() if names else [()] * len(tables)
     return [
-        Slice(table=name, start=start, tensors={"weight": weight.detach(), **dict(zip(names, slots, strict=True))})
-        for (name, start), weight, slots in zip(tables, tbe.split_embedding_weights(), states, strict=True)
+        Slice(table=name, start=start, column=column, saves=saves, tensors={"weight": weight.detach(), **dict(zip(names, slots, strict=True))})
+        for (name, start, column), weight, slots in zip(tables, tbe.split_embedding_weights(), states, strict=True)
     ]
 
 
-def tbe_options(optimizer: SparseOptimizer) -> dict[str, Any]:
-    """Keywords of an fbgemm module for the update rule. An id beyond its table aborts; fbgemm's default reads row 0 instead and goes on."""
-    from fbgemm_gpu.split_embedding_configs import EmbOptimType
+def tbe_options(optimizer: SparseOptimizer, dtype: str) -> dict[str, Any]:
+    """Keywords of an fbgemm module for the update rule. An id beyond its table aborts; fbgemm's default reads row 0 instead and goes on.
+
+    Vectors come out in float32 whatever the rows' format, and updates of 16-bit rows are rounded stochastically.
+    """
+    from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
     from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
 
     rules = {"sgd": EmbOptimType.EXACT_SGD, "rowwise_adagrad": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "adam": EmbOptimType.ADAM}
@@ -49,19 +69,48 @@ def tbe_options(optimizer: SparseOptimizer) -> dict[str, Any]:
         "beta1": ADAM_BETAS[0],
         "beta2": ADAM_BETAS[1],
         "bounds_check_mode": BoundsCheckMode.FATAL,
+        "output_dtype": SparseType.FP32,
+        "stochastic_rounding": dtype != "fp32",
     }
+
+
+def table_slices(slices: Sequence[Slice], tables: Sequence[TableSpec]) -> list[TableSlice]:
+    """The slices tensor by tensor, as a checkpoint takes and fills them."""
+    sizes = {table.name: (table.rows, table.dim) for table in tables}
+    return [
+        TableSlice(
+            table=piece.table,
+            name=name,
+            shape=sizes[piece.table][: tensor.dim()],
+            start=piece.start,
+            tensor=tensor,
+            column=piece.column,
+            saves=piece.saves,
+        )
+        for piece in slices
+        for name, tensor in piece.tensors.items()
+    ]
 
 
 @torch.no_grad()
 def draw(slices: Sequence[Slice], tables: Sequence[TableSpec], seed: int) -> None:
-    """Fill the slices with the first weights of ``gem_core.spec.table_seed``, one whole table in memory at a time."""
+    """Fill the slices with the first weights of ``gem_core.spec.table_seed``.
+
+    Rows are drawn a block at a time, so that no whole table lies in memory beside the slices: torch's generator on the CPU gives ``uniform_`` one
+    number an element, in their order, and blocks of rows therefore get the bits of the whole.
+    """
     for table in tables:
         mine = [piece for piece in slices if piece.table == table.name]
-        if mine:
-            generator = torch.Generator().manual_seed(table_seed(seed, table.name))
-            whole = torch.empty(table.rows, table.dim).uniform_(-table.init_scale, table.init_scale, generator=generator)
+        last = max((piece.rows.stop for piece in mine), default=0)
+        generator = torch.Generator().manual_seed(table_seed(seed, table.name))
+        rows = max(1, DRAW_BYTES // (4 * table.dim))
+        for first in range(0, last, rows):
+            block = torch.empty(min(rows, last - first), table.dim).uniform_(-table.init_scale, table.init_scale, generator=generator)
             for piece in mine:
-                piece.tensors["weight"].copy_(whole[piece.rows])
+                weight, here = piece.tensors["weight"], slice(max(first, piece.start), min(first + rows, piece.rows.stop))
+                if here.start < here.stop:
+                    columns = slice(piece.column, piece.column + weight.shape[1])
+                    weight[here.start - piece.start : here.stop - piece.start].copy_(block[here.start - first : here.stop - first, columns])
 
 
 @torch.no_grad()
@@ -71,7 +120,7 @@ def scatter(slices: Sequence[Slice], tables: Mapping[str, Mapping[str, Tensor]])
         whole = tables[piece.table]
         for name, tensor in piece.tensors.items():
             if name in whole:
-                tensor.copy_(whole[name][piece.rows])
+                tensor.copy_(whole[name][piece.region(tensor)])
             else:
                 tensor.zero_()
 
@@ -86,9 +135,9 @@ def gather(slices: Sequence[Slice], tables: Sequence[TableSpec], optimizer: Spar
     for table in tables:
         shapes = {name: shape for name, shape in table_state(table, optimizer).items() if name != "step"}
         out[table.name] = {name: torch.zeros(shape) for name, shape in shapes.items()}
-        for piece in (piece for piece in slices if piece.table == table.name):
+        for piece in (piece for piece in slices if piece.table == table.name and piece.saves):
             for name, tensor in piece.tensors.items():
-                out[table.name][name][piece.rows] = tensor.cpu()
+                out[table.name][name][piece.region(tensor)] = tensor.cpu()
         if world > 1:
             for whole in out[table.name].values():
                 dist.all_reduce(whole)

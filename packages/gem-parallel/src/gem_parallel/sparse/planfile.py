@@ -1,0 +1,103 @@
+"""Plan files: where each table lies, pinned in TOML."""
+
+import json
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from gem_core.spec import RequestError, TableSpec
+from gem_parallel.sparse.options import Layout, Memory
+from gem_parallel.sparse.placement import Place
+
+FORMAT = 1
+_AGAIN = "Write the plan anew: `gem plan --write FILE`."
+
+
+class _Table(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    name: str
+    rows: int
+    dim: int
+    sharding: Layout
+    ranks: list[Annotated[int, Field(ge=0)]] = Field(min_length=1)
+    memory: Memory
+
+
+class _Plan(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    format: Literal[1]
+    world: int
+    table: list[_Table]
+
+
+def write_plan(places: Mapping[str, Place], tables: Sequence[TableSpec], world: int) -> str:
+    """The text of a plan file for groups of ``world`` ranks."""
+    lines = [f"format = {FORMAT}", f"world = {world}"]
+    for table in tables:
+        placed = places[table.name]
+        lines += [
+            "",
+            "[[table]]",
+            f"name = {_quoted(table.name)}",
+            f"rows = {table.rows}",
+            f"dim = {table.dim}",
+            f'sharding = "{placed.sharding}"',
+            f"ranks = {list(placed.ranks)}",
+            f'memory = "{placed.memory}"',
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def _quoted(text: str) -> str:
+    """A TOML string: JSON's escapes are TOML's too, but JSON leaves the delete character as it is."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def read_plan(path: str, tables: Sequence[TableSpec], world: int) -> dict[str, Place]:
+    """The places that a plan file gives.
+
+    Raises:
+        RequestError: there is no such file, it is no plan, or it was written for other tables or another number of ranks.
+    """
+    asked = f"plan file {path}"
+    try:
+        plan = _Plan.model_validate(tomllib.loads(Path(path).read_text(encoding="utf-8")))
+    except OSError as error:
+        raise RequestError(asked, f"it cannot be read: {error.strerror}", _AGAIN) from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise RequestError(asked, f"it is not TOML: {error}", _AGAIN) from error
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        raise RequestError(asked, f"{'.'.join(map(str, first['loc']))}: {first['msg']}", _AGAIN) from error
+    if plan.world != world:
+        raise RequestError(asked, f"it places tables on {plan.world} ranks, here are {world}", _AGAIN)
+    names = [entry.name for entry in plan.table]
+    wanted = {table.name: table for table in tables}
+    if sorted(names) != sorted(wanted):
+        twice = sorted({name for name in names if names.count(name) > 1})
+        so = f"it lacks {sorted(set(wanted) - set(names))}, has {sorted(set(names) - set(wanted))} too many and {twice} twice"
+        raise RequestError(asked, so, _AGAIN)
+    for entry in plan.table:
+        table = wanted[entry.name]
+        if (entry.rows, entry.dim) != (table.rows, table.dim):
+            so = f"table {entry.name!r} has {entry.rows} rows of width {entry.dim} in it, and {table.rows} of width {table.dim} here"
+            raise RequestError(asked, so, _AGAIN)
+        _check_ranks(asked, entry, world)
+    return {entry.name: Place(sharding=entry.sharding, ranks=tuple(entry.ranks), memory=entry.memory) for entry in plan.table}
+
+
+def _check_ranks(asked: str, entry: _Table, world: int) -> None:
+    everyone = list(range(world))
+    if entry.sharding in ("data_parallel", "row_wise"):
+        sound = entry.ranks == everyone
+    elif entry.sharding == "table_wise":
+        sound = len(entry.ranks) == 1
+    else:
+        sound = len(set(entry.ranks)) == len(entry.ranks) and (entry.sharding != "column_wise" or entry.dim % (4 * len(entry.ranks)) == 0)
+    if not sound or max(entry.ranks) >= world:
+        raise RequestError(asked, f"ranks {entry.ranks} do not suit table {entry.name!r} with sharding {entry.sharding!r} on {world} ranks", _AGAIN)
