@@ -128,6 +128,14 @@ def test_nothing_and_one_very_long_text_are_hashed() -> None:
     assert encoder.encode(pa.array(["x", long, ""])).tolist() == [row(text, 1000, "f") for text in ("x", long, "")]
 
 
+def test_keys_are_of_any_text_or_integer_type_and_never_of_missing_values() -> None:
+    for values in (pa.array(["a", "7"]), pa.array(["a", "7"], pa.large_string()), pa.array(["x", "a", "7"]).slice(1)):
+        assert hash_keys(values).tolist() == [key("a"), key(7)]
+    assert hash_keys(pa.array([7], pa.int8())).tolist() == [key(7)]
+    with pytest.raises(RequestError, match="1 values are missing"):
+        hash_keys(pa.array([1, None]))
+
+
 def test_the_bytes_beside_a_text_do_not_matter() -> None:
     body = pa.array(["abc", "Xabc", "abcX", "abc"], pa.large_string())
     keys = text_keys(body)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gem_core.spec import RequestError
-from gem_data.ids import PassEncoder, Vocabulary, VocabularyBuilder, VocabularyEncoder, build_vocabularies, encoders
+from gem_data.ids import PassEncoder, Vocabulary, VocabularyBuilder, VocabularyEncoder, encoders
 from gem_data.schema import Id, MultiId, Schema, Sequence
 
 IDS = st.sampled_from([0, 1, -1, 7, 2**62]) | st.integers(-5, 5)
@@ -169,12 +169,15 @@ def shop_batch() -> pa.RecordBatch:
     return pa.RecordBatch.from_pydict(columns)
 
 
+def write_vocabularies(folder: Path) -> None:
+    """Of training rows that hold the items b, b, a, c and the tag t."""
+    for table, values in (("item", ["b", "a", "c", "b"]), ("tags", ["t"])):
+        Vocabulary.of(table, pa.array(values)).write(folder / "vocabulary")
+
+
 def test_features_of_one_table_share_a_vocabulary_and_count_for_themselves(tmp_path: Path) -> None:
     schema, batch = shop(), shop_batch()
-    built = build_vocabularies(schema, [batch, batch.slice(0, 0)])
-    assert {name: vocabulary.values.to_pylist() for name, vocabulary in built.items()} == {"item": ["b", "a", "c"], "tags": ["t"]}
-    for vocabulary in built.values():
-        vocabulary.write(tmp_path / "vocabulary")
+    write_vocabularies(tmp_path)
     found = encoders(schema, tmp_path)
     assert list(found) == ["item", "site", "slot", "tags", "clicks.item"]
     assert found["item"].encode(batch["item"]).tolist() == [2, 1, 0]
@@ -190,8 +193,7 @@ def test_features_of_one_table_share_a_vocabulary_and_count_for_themselves(tmp_p
 def test_a_schema_and_a_vocabulary_that_disagree_are_refused(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match=r"item\.parquet: there is no such file"):
         encoders(shop(), tmp_path)
-    for vocabulary in build_vocabularies(shop(), [shop_batch()]).values():
-        vocabulary.write(tmp_path / "vocabulary")
+    write_vocabularies(tmp_path)
     wrong = Schema(id=(Id(name="item", encode="vocabulary", rows=9),))
     with pytest.raises(RequestError, match="id 'item': the schema states 9 rows and its vocabulary has 4"):
         encoders(wrong, tmp_path)

@@ -2,7 +2,7 @@
 
 from gem_data.ids.encoders import Encoder, HashEncoder, PassEncoder, VocabularyEncoder, encoders
 from gem_data.ids.hashing import hash_keys
-from gem_data.ids.vocabulary import Vocabulary, VocabularyBuilder, build_vocabularies
+from gem_data.ids.vocabulary import Vocabulary, VocabularyBuilder
 
 __all__ = [
     "Encoder",
@@ -11,7 +11,6 @@ __all__ = [
     "Vocabulary",
     "VocabularyBuilder",
     "VocabularyEncoder",
-    "build_vocabularies",
     "encoders",
     "hash_keys",
 ]

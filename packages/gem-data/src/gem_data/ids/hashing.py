@@ -15,7 +15,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from gem_data.ids.values import as_bits, is_text
+from gem_core.spec import RequestError
+from gem_data.ids.values import as_bits, is_text, widen
 
 Keys = NDArray[np.uint64]
 GAMMA = np.uint64(0x9E3779B97F4A7C15)
@@ -30,7 +31,14 @@ def mix(x: Keys) -> Keys:
 
 
 def hash_keys(values: pa.Array) -> Keys:
-    """``[values]`` uint64 keys of an int64, uint64 or large string array without missing values."""
+    """``[values]`` uint64 keys of an array of integers or texts.
+
+    Raises:
+        RequestError: a value is missing; a key would be made up.
+    """
+    if values.null_count:
+        raise RequestError("hash of ids", f"{values.null_count} values are missing", "Fill or drop missing values first.")
+    values = widen(values)
     if not is_text(values.type):
         return mix(as_bits(values) + GAMMA)
     keys = text_keys(values)

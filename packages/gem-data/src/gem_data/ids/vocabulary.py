@@ -1,8 +1,6 @@
 """Vocabularies: the distinct values of a training column as rows 1, 2, ... of a table, the most frequent first."""
 
-from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -13,7 +11,6 @@ from numpy.typing import NDArray
 from gem_core.spec import RequestError
 from gem_data.ids.hashing import text_keys
 from gem_data.ids.values import as_bits, chunks, distinct, is_text, widen
-from gem_data.schema.declare import Schema
 
 Rows = NDArray[np.int64]
 
@@ -157,18 +154,3 @@ def _one_array(column: pa.ChunkedArray) -> pa.Array:
     if isinstance(joined, pa.ChunkedArray):
         return pa.concat_arrays(joined.chunks) if joined.num_chunks else pa.array([], column.type)
     return joined
-
-
-def build_vocabularies(schema: Schema, batches: Iterable[pa.RecordBatch]) -> Mapping[str, Vocabulary]:
-    """``{table: vocabulary}`` of every id feature with ``encode = "vocabulary"``, from training rows; features of one table are counted together."""
-    wanted = [(column, feature) for _, column, feature in schema.id_columns() if feature.encode == "vocabulary"]
-    builders = {feature.table_name: VocabularyBuilder(feature.table_name, min_count=feature.min_count) for _, feature in wanted}
-    for batch in batches:
-        for column, feature in wanted:
-            builders[feature.table_name].add(_flat(batch.column(column)))
-    return {table: builder.build() for table, builder in builders.items()}
-
-
-def _flat(values: Any) -> Any:
-    kind = values.type
-    return values.flatten() if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind) else values
