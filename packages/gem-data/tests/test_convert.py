@@ -1,12 +1,16 @@
 """gem data convert: every row is written or counted, and nothing half-written stays."""
 
 import gzip
+import json
 import random
+import subprocess
+import sys
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from pyarrow import feather, orc
 from typer.testing import CliRunner
 
 from gem_core.spec import GemError, MachineError, RequestError, RunFailed
@@ -108,3 +112,33 @@ def test_no_rows_make_a_file_without_rows(tmp_path: Path) -> None:
     (tmp_path / "in.csv").write_text("a,b\n")
     assert "0 rows in = 0 rows out" in run(tmp_path / "in.csv", tmp_path / "out.parquet").replace("\n", " ")
     assert pq.read_table(tmp_path / "out.parquet").num_rows == 0
+
+
+@pytest.mark.parametrize("ending", ["csv", "jsonl", "orc", "feather", "parquet"])
+def test_every_format_becomes_the_same_parquet(tmp_path: Path, ending: str) -> None:
+    table = pa.table({"id": [7, 8, 9], "word": ["a", "é", None], "x": [0.5, None, -1.0]})
+    path = tmp_path / f"in.{ending}"
+    if ending == "csv":
+        path.write_text("id,word,x\n7,a,0.5\n8,é,\n9,,-1.0\n")
+    elif ending == "jsonl":
+        path.write_text("".join(json.dumps({k: v for k, v in row.items() if v is not None}) + "\n" for row in table.to_pylist()))
+    else:
+        {"orc": lambda: orc.write_table(table, str(path)), "feather": lambda: feather.write_feather(table, str(path))}.get(
+            ending, lambda: pq.write_table(table, path)
+        )()
+    assert "3 rows in = 3 rows out" in run(path, tmp_path / "out.parquet").replace("\n", " ")
+    assert pq.read_table(tmp_path / "out.parquet").to_pylist() == table.to_pylist()
+
+
+def test_reading_files_imports_no_torch(tmp_path: Path) -> None:
+    (tmp_path / "in.csv").write_text("a,b\n1,2\n")
+    code = """import sys
+from typer.testing import CliRunner
+from gem_data.cli import app
+for words in (["convert", sys.argv[1], sys.argv[2]], ["inspect", sys.argv[2]]):
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 0, (result.output, result.exception)
+assert "torch" not in sys.modules"""
+    command = [sys.executable, "-c", code, str(tmp_path / "in.csv"), str(tmp_path / "out.parquet")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]

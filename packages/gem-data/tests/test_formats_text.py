@@ -259,6 +259,16 @@ def zstd(data: bytes) -> bytes:
     return bytes(pa.compress(data, codec="zstd", asbytes=True))
 
 
+def test_a_file_of_many_packed_blocks_empty_ones_among_them_is_read_to_its_end(tmp_path: Path) -> None:
+    lines = [b"%d,%d\n" % (k, k * 7) for k in range(3000)]
+    blocks = [b"a,b\n", *(b"".join(lines[k : k + 10]) if k % 40 else b"" for k in range(0, 3000, 10)), *lines[-1:], b""]
+    expected = b"".join(blocks).count(b"\n") - 1
+    for pack in (gzip.compress, zstd):
+        found = read(tmp_path, b"".join(pack(block) for block in blocks), "x.csv.gz")
+        assert len(found) == expected
+        assert found[-1] == {"a": 2999, "b": 20993}
+
+
 @pytest.mark.parametrize("packed", [gzip.compress, zstd])
 def test_a_compressed_file_that_was_cut_is_an_error(tmp_path: Path, packed: Any) -> None:
     whole = packed(b"a,b\n" + b"".join(b"%d,%d\n" % (k, k * 7919 % 1000) for k in range(300_000)))

@@ -11,7 +11,7 @@ QUOTE, FEED, RETURN = 34, 10, 13
 
 @dataclass(frozen=True)
 class Spans:
-    """Quoted parts of a block: ``[begin, end)`` of each, in order."""
+    """Quoted parts of a block with their quotes: ``[begin, end)`` of each, in order; a doubled quote may part one into two that touch."""
 
     begin: NDArray[np.int64]
     end: NDArray[np.int64]
@@ -50,7 +50,7 @@ class Quotes:
             return self._slowly(block)
         begin = np.concatenate([[0], opens]) if self.open else opens
         self.open = bool((at.size + first) % 2)
-        end = np.concatenate([closes, [raw.size]]) if self.open else closes
+        end = np.concatenate([closes + 1, [raw.size]]) if self.open else closes + 1
         return Spans(begin, end)
 
     def _regular(self, raw: NDArray[np.uint8], opens: NDArray[np.int64], closes: NDArray[np.int64]) -> bool:
