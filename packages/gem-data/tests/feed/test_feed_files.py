@@ -158,6 +158,24 @@ def test_case_H16_batches_of_rows_in_order_gather_from_the_files_memory(kit: Mod
     assert arrays.numbers("x", floats, Place("f", "row group", 0)).ctypes.data == floats.buffers()[1].address + 4
 
 
+def most_allocated(kit: ModuleType, folder: Path, **options: Any) -> int:
+    """The most that Arrow held at any batch of an epoch, in bytes."""
+    before = pa.total_allocated_bytes()
+    return max(pa.total_allocated_bytes() - before for _ in kit.open_source(folder, **options).batches("train", batch_size=50, seed=0))
+
+
+def test_case_H16_memory_is_bounded_by_the_window_not_by_the_file(kit: ModuleType, tmp_path: Path) -> None:
+    """3,000 rows of 1,000 events are 24 MB; windows of 100 rows are 0.8 MB."""
+    schema = '[[sequence]]\nname="h"\nmax_length=1000\n[[sequence.id]]\nname="i"\nencode="pass"\nrows=9\n[[task]]\nname="y"\nlabel="y"\n'
+    lists = pa.ListArray.from_arrays(pa.array(np.arange(3001) * 1000, pa.int32()), pa.array(np.arange(3_000_000) % 9))
+    table = pa.table({"h.i": lists, "y": np.arange(3000) % 2})
+    kit.write_folder(tmp_path, {"train.parquet": table, "test.parquet": table.slice(0, 1)}, unit=100, schema=schema)
+    window = 100 * 8000
+    for options in ({"workers": 0}, {"workers": 2}, {"workers": 1, "batch_tokens": 50_000}):
+        assert most_allocated(kit, tmp_path, window=100, **options) < 5 * window
+    assert most_allocated(kit, tmp_path, window=3000, workers=0) > 20 * window, "the planted fault: a window as large as the file"
+
+
 def test_ids_that_are_rows_are_not_copied_and_others_go_through_the_encoder() -> None:
     feature, encoder = Id(name="i", encode="pass", rows=9), PassEncoder("i", 9)
     column = pa.array([1, 8, 0], pa.int64())

@@ -124,7 +124,8 @@ class Source(Protocol):
     """What a data source loads.
 
     Splits are ``train`` and ``test``. A *global* batch holds ``batch_size`` rows; the rank gets its contiguous share of each one, so that the rows a
-    step trains on do not depend on the number of ranks.
+    step trains on do not depend on the number of ranks. A source that streams files may deal other rows to a rank, as many of them, so that each rank
+    reads its own part of the files.
     """
 
     def schema(self) -> DataSchema:
