@@ -75,6 +75,21 @@ def approximate(lead: Tensor) -> bool:
     return lead.is_cuda and torch.version.hip is None and lead.element_size() == 2
 
 
+@cache
+def _device(index: int) -> Any:
+    return torch.cuda.get_device_properties(index)
+
+
+def roomy(like: Tensor) -> bool:
+    """Whether an SM has the shared memory of data-centre GPUs from Hopper on, 227 KiB a program; kernels take smaller tiles elsewhere."""
+    return like.is_cuda and int(_device(like.device.index or 0).shared_memory_per_block_optin) >= 227 * 1024
+
+
+def multiprocessors(like: Tensor) -> int:
+    """How many programs a persistent kernel launches; a few under the interpreter, so that each takes several tiles."""
+    return int(_device(like.device.index or 0).multi_processor_count) if like.is_cuda else 2
+
+
 def launch(kernel: Any, like: Tensor, tiles: int, *, programs: int = MAX_GRID, **arguments: Any) -> None:
     """Launch at most ``programs`` on the device of ``like``; the grid has one axis, and programs stride over what it cannot hold."""
     with nullcontext() if like.device.type == "cpu" else torch.cuda.device(like.device):

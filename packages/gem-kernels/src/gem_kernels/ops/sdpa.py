@@ -75,6 +75,8 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, bias: Tensor | None, 
     blind = ~mask.any(-1, keepdim=True)
     allowed = mask | blind
     weights = allowed if bias is None else torch.where(mask, bias, torch.where(blind, 0.0, -torch.inf).to(bias.dtype))
+    if q.shape[-1] != v.shape[-1]:
+        q = q.contiguous()  # cuDNN lays the output out like q, which it cannot where q is shared and v has another width
     out = F.scaled_dot_product_attention(
         q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=weights, scale=scale, enable_gqa=q.shape[2] != k.shape[2]
     )

@@ -2,7 +2,7 @@
 
 from functools import cache
 from importlib import import_module
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +15,34 @@ from gem_kernels.ops.limits import MAX_BLOCK, MAX_BLOCK_WIDTH
 
 TILE = 64
 """Tokens of a tile, for blocks up to it: smaller blocks share one."""
+
+
+class Config(NamedTuple):
+    """Tokens of a program in tiles, warps, stages of the load pipeline, and registers a thread (None: as many as it wants)."""
+
+    tiles: int
+    warps: int
+    stages: int
+    registers: int | None
+
+
+FORWARD = Config(8, 4, 2, None)
+TURNED = Config(8, 4, 1, 168)
+"""Forward with rotation, and where shared memory is short."""
+BACKWARD = Config(8, 4, 1, None)
+TURNED_BACKWARD = Config(1, 4, 1, None)
+WIDE = Config(1, 8, 1, None)
+"""Float32 inputs, and blocks above ``TILE``."""
+INTERPRETER = Config(2, 1, 1, None)
+
+
+def choose(kernel: str, tile: int, *, wide_dtype: bool, turned: bool, roomy: bool) -> Config:
+    """The configuration of a CUDA launch of ``forward`` or ``backward``, measured on an H200."""
+    if wide_dtype or tile > TILE:
+        return WIDE
+    if kernel == "backward":
+        return TURNED_BACKWARD if turned else BACKWARD
+    return FORWARD if roomy and not turned else TURNED
 
 
 def block_attention(
@@ -35,8 +63,10 @@ def block_attention(
         KernelUnavailable: dtype, head size, block or device that this backend does not take.
         MachineError: triton is missing, or the tensors lie on the CPU and the interpreter is off.
     """
-    if block > MAX_BLOCK:
-        raise KernelUnavailable("block_attention with backend 'triton'", f"a block of {block} is above {MAX_BLOCK}", "Use backend='reference'.")
+    limit = TILE if q.dtype is torch.float32 else MAX_BLOCK
+    if block > limit:
+        so = f"a block of {block} is above {limit}, the most in {q.dtype}"
+        raise KernelUnavailable("block_attention with backend 'triton'", so, "Use backend='reference'.")
     factor = q.shape[-1] ** -0.5 if scale is None else float(scale)
     out: Tensor = torch.ops.gem_kernels.block_attention(q, k, v, offsets, rope, max_length, block, factor, rope_on_v)
     return out
@@ -51,18 +81,22 @@ Settings = tuple[int, int, float, bool]
 """``max_length, block, scale, rope_on_v``."""
 
 
-def _run(kernel: Any, q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, rope: Tensor | None, settings: Settings, **results: Any) -> None:
+def _run(kernel: str, q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, rope: Tensor | None, settings: Settings, **results: Any) -> None:
     max_length, block, scale, rope_on_v = settings
     rows, heads, dim, v_dim = offsets.shape[0] - 1, q.shape[1], q.shape[2], v.shape[2]
     tile = TILE if block <= TILE else MAX_BLOCK
     span = tile // block * block
-    tiles = rows * heads * -(-max_length // span)
+    options = {"wide_dtype": q.element_size() > 2, "turned": rope is not None, "roomy": host.roomy(q)}
+    config = INTERPRETER if host.interpreted() else choose(kernel, tile, **options)
+    chunk = span * config.tiles
     host.launch(
-        kernel, q, tiles, q=q, k=k, v=v, rope=rope, offsets=offsets, rows=rows, heads=heads, total=q.shape[0], max_length=max_length, scale=scale,
+        getattr(_kernels(), f"{kernel}_kernel"), q, rows * heads * -(-max_length // chunk), q=q, k=k, v=v, rope=rope, offsets=offsets, rows=rows,
+        heads=heads, total=q.shape[0], max_length=max_length, scale=scale,
         q_token=q.stride(0), q_head=q.stride(1), k_token=k.stride(0), k_head=k.stride(1), v_token=v.stride(0), v_head=v.stride(1),
-        rope_token=0 if rope is None else rope.stride(0), DIM=dim, V_DIM=v_dim, BLOCK=block, SPAN=span, ROWS=tile,
+        rope_token=0 if rope is None else rope.stride(0), DIM=dim, V_DIM=v_dim, BLOCK=block, SPAN=span, ROWS=tile, CHUNK=chunk,
         BLOCK_D=host.block_width(dim), BLOCK_V=host.block_width(v_dim), ROPE=rope is not None, ROPE_V=rope_on_v,
-        FAST=host.approximate(q), PRECISION=host.precision(q), num_warps=4 if tile == TILE else 8, num_stages=1, **results,
+        FAST=host.approximate(q), PRECISION=host.precision(q), STAGES=config.stages, num_warps=config.warps,
+        maxnreg=config.registers, **results,
     )  # fmt: skip
 
 
@@ -77,7 +111,7 @@ def _forward(
         return q.new_zeros(shape)
     out = q.new_empty(shape)
     angles = None if rope is None else host.readable(rope)[0]
-    _run(_kernels().forward_kernel, q, k, v, offsets, angles, (max_length, block, scale, rope_on_v), out=out)
+    _run("forward", q, k, v, offsets, angles, (max_length, block, scale, rope_on_v), out=out)
     return out
 
 
@@ -91,7 +125,7 @@ def _grad(
     dq, dk, dv = (t.new_empty(t.shape) for t in (q, k, v))
     angles = None if rope is None else host.readable(rope)[0]
     settings = (max_length, block, scale, rope_on_v)
-    _run(_kernels().backward_kernel, q, k, v, offsets, angles, settings, dout=dout.contiguous(), dq=dq, dk=dk, dv=dv)
+    _run("backward", q, k, v, offsets, angles, settings, dout=dout.contiguous(), dq=dq, dk=dk, dv=dv)
     return dq, dk, dv
 
 

@@ -42,17 +42,19 @@ def _turn(x, cos, sin, ROWS: tl.constexpr, HALF: tl.constexpr):
 
 
 @triton.jit
-def _place(work, heads, offsets, row_tiles, rows, total, max_length, SPAN: tl.constexpr):
-    """Of one piece of work: its head, its tile's first token in the row, tokens used of the row, the row's first token, and the end of what is to
-    be zeroed behind it."""
+def _place(work, heads, offsets, chunks, rows, total, max_length, CHUNK: tl.constexpr):
+    """Of one piece of work: its head, its first token in the row, the end of its tokens there, the row's first token, and the span ``[used, end)``
+    that it is to zero behind the row (empty but for the last chunk of a row)."""
     head = work % heads
-    first = work // heads % row_tiles * SPAN
-    row = work // heads // row_tiles
+    first = work // heads % chunks * CHUNK
+    row = work // heads // chunks
     start, length = row_span(offsets, row, total)
+    used = tl.minimum(length, max_length)
     end = start + length
     if row == rows - 1:
         end = tl.maximum(end, total)
-    return head, first, tl.minimum(length, max_length), start, end
+    end = tl.where(first + CHUNK >= max_length, end, start + used)
+    return head, first, tl.minimum(first + CHUNK, used), start, start + used, end
 
 
 @triton.jit
@@ -73,19 +75,24 @@ def _weights(q, k, count, scale, BLOCK: tl.constexpr, ROWS: tl.constexpr, PRECIS
 @triton.jit(do_not_specialize=_VARYING)
 def forward_kernel(
     q, k, v, rope, out, offsets, rows, heads, total, max_length, tiles, scale, q_token, q_head, k_token, k_head, v_token, v_head, rope_token,
-    DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK: tl.constexpr, SPAN: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_V: tl.constexpr, ROPE: tl.constexpr, ROPE_V: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
+    DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK: tl.constexpr, SPAN: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, ROPE: tl.constexpr, ROPE_V: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
-    """A program takes one head of a tile. ``out`` is contiguous."""
-    row_tiles = tl.cdiv(max_length, SPAN)
+    """A program takes one head of a chunk of ``CHUNK`` tokens, tile by tile: the next tile is on its way while one is computed. ``out`` is
+    contiguous."""
+    chunks = tl.cdiv(max_length, CHUNK)
     out_token = heads * V_DIM
     for work in range(tl.program_id(0).to(tl.int64), tiles, tl.num_programs(0)):
-        head, first, used, start, end = _place(work, heads, offsets, row_tiles, rows, total, max_length, SPAN)
-        until = tl.minimum(first + SPAN, used)
-        if first < used:
-            q_tile = load_rows(q + head * q_head + start * q_token, first, until, q_token, ROWS, DIM, BLOCK_D)
-            k_tile = load_rows(k + head * k_head + start * k_token, first, until, k_token, ROWS, DIM, BLOCK_D)
-            v_tile = load_rows(v + head * v_head + start * v_token, first, until, v_token, ROWS, V_DIM, BLOCK_V)
+        head, low, high, start, used, end = _place(work, heads, offsets, chunks, rows, total, max_length, CHUNK)
+        q_base = q + head * q_head + start * q_token
+        k_base = k + head * k_head + start * k_token
+        v_base = v + head * v_head + start * v_token
+        for first in tl.range(low, high, SPAN, num_stages=STAGES):
+            until = tl.minimum(first + SPAN, high)
+            q_tile = load_rows(q_base, first, until, q_token, ROWS, DIM, BLOCK_D)
+            k_tile = load_rows(k_base, first, until, k_token, ROWS, DIM, BLOCK_D)
+            v_tile = load_rows(v_base, first, until, v_token, ROWS, V_DIM, BLOCK_V)
             if ROPE:
                 angles = load_rows(rope + start * rope_token, first, until, rope_token, ROWS, DIM // 2, BLOCK_D // 2)
                 cos, sin = _cos_sin(angles, FAST)
@@ -96,28 +103,33 @@ def forward_kernel(
             p = _weights(q_tile, k_tile, (until - first).to(tl.int32), scale, BLOCK, ROWS, PRECISION)
             o = tl.dot(p.to(v_tile.dtype), v_tile, input_precision=PRECISION)
             store_rows(out + head * V_DIM + start * out_token, o, first, until, out_token, ROWS, V_DIM, BLOCK_V)
-        if first + SPAN >= max_length:
-            zero_rows(out + head * V_DIM, start + used, end, out_token, ROWS, V_DIM, BLOCK_V)
+        zero_rows(out + head * V_DIM, used, end, out_token, ROWS, V_DIM, BLOCK_V)
 
 
 @triton.jit(do_not_specialize=_VARYING)
 def backward_kernel(
     q, k, v, rope, dout, dq, dk, dv, offsets, rows, heads, total, max_length, tiles, scale,
     q_token, q_head, k_token, k_head, v_token, v_head, rope_token,
-    DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK: tl.constexpr, SPAN: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_V: tl.constexpr, ROPE: tl.constexpr, ROPE_V: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
+    DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK: tl.constexpr, SPAN: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, ROPE: tl.constexpr, ROPE_V: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """As ``forward_kernel``; gradients are contiguous."""
-    row_tiles = tl.cdiv(max_length, SPAN)
+    chunks = tl.cdiv(max_length, CHUNK)
     d_token = heads * DIM
     v_out = heads * V_DIM
     for work in range(tl.program_id(0).to(tl.int64), tiles, tl.num_programs(0)):
-        head, first, used, start, end = _place(work, heads, offsets, row_tiles, rows, total, max_length, SPAN)
-        until = tl.minimum(first + SPAN, used)
-        if first < used:
-            q_tile = load_rows(q + head * q_head + start * q_token, first, until, q_token, ROWS, DIM, BLOCK_D)
-            k_tile = load_rows(k + head * k_head + start * k_token, first, until, k_token, ROWS, DIM, BLOCK_D)
-            v_tile = load_rows(v + head * v_head + start * v_token, first, until, v_token, ROWS, V_DIM, BLOCK_V)
+        head, low, high, start, used, end = _place(work, heads, offsets, chunks, rows, total, max_length, CHUNK)
+        q_base = q + head * q_head + start * q_token
+        k_base = k + head * k_head + start * k_token
+        v_base = v + head * v_head + start * v_token
+        do_base = dout + head * V_DIM + start * v_out
+        for first in tl.range(low, high, SPAN, num_stages=STAGES):
+            until = tl.minimum(first + SPAN, high)
+            q_tile = load_rows(q_base, first, until, q_token, ROWS, DIM, BLOCK_D)
+            k_tile = load_rows(k_base, first, until, k_token, ROWS, DIM, BLOCK_D)
+            v_tile = load_rows(v_base, first, until, v_token, ROWS, V_DIM, BLOCK_V)
+            do_tile = load_rows(do_base, first, until, v_out, ROWS, V_DIM, BLOCK_V)
             if ROPE:
                 angles = load_rows(rope + start * rope_token, first, until, rope_token, ROWS, DIM // 2, BLOCK_D // 2)
                 cos, sin = _cos_sin(angles, FAST)
@@ -125,27 +137,21 @@ def backward_kernel(
                 k_tile = _turn(k_tile, cos, sin, ROWS, BLOCK_D // 2).to(k_tile.dtype)
                 if ROPE_V:
                     v_tile = _turn(v_tile, cos, sin, ROWS, BLOCK_D // 2).to(v_tile.dtype)
-            do_tile = load_rows(dout + head * V_DIM + start * v_out, first, until, v_out, ROWS, V_DIM, BLOCK_V)
             p = _weights(q_tile, k_tile, (until - first).to(tl.int32), scale, BLOCK, ROWS, PRECISION)
             dp = tl.dot(do_tile, tl.trans(v_tile), input_precision=PRECISION)
             ds = (p * (dp - tl.sum(p * dp, 1)[:, None]) * scale).to(q_tile.dtype)
             dv_tile = tl.dot(tl.trans(p.to(do_tile.dtype)), do_tile, input_precision=PRECISION)
-            if ROPE:
-                # Read and computed again, which is cheaper than to keep them in registers across the products.
-                angles = load_rows(rope + start * rope_token, first, until, rope_token, ROWS, DIM // 2, BLOCK_D // 2)
-                cos, sin = _cos_sin(-angles, FAST)
-                if ROPE_V:
-                    dv_tile = _turn(dv_tile, cos, sin, ROWS, BLOCK_D // 2)
+            if ROPE and ROPE_V:
+                dv_tile = _turn(dv_tile, cos, -sin, ROWS, BLOCK_D // 2)
             store_rows(dv + head * V_DIM + start * v_out, dv_tile, first, until, v_out, ROWS, V_DIM, BLOCK_V)
             dq_tile = tl.dot(ds, k_tile, input_precision=PRECISION)
             if ROPE:
-                dq_tile = _turn(dq_tile, cos, sin, ROWS, BLOCK_D // 2)
+                dq_tile = _turn(dq_tile, cos, -sin, ROWS, BLOCK_D // 2)
             store_rows(dq + head * DIM + start * d_token, dq_tile, first, until, d_token, ROWS, DIM, BLOCK_D)
             dk_tile = tl.dot(tl.trans(ds), q_tile, input_precision=PRECISION)
             if ROPE:
-                dk_tile = _turn(dk_tile, cos, sin, ROWS, BLOCK_D // 2)
+                dk_tile = _turn(dk_tile, cos, -sin, ROWS, BLOCK_D // 2)
             store_rows(dk + head * DIM + start * d_token, dk_tile, first, until, d_token, ROWS, DIM, BLOCK_D)
-        if first + SPAN >= max_length:
-            zero_rows(dq + head * DIM, start + used, end, d_token, ROWS, DIM, BLOCK_D)
-            zero_rows(dk + head * DIM, start + used, end, d_token, ROWS, DIM, BLOCK_D)
-            zero_rows(dv + head * V_DIM, start + used, end, v_out, ROWS, V_DIM, BLOCK_V)
+        zero_rows(dq + head * DIM, used, end, d_token, ROWS, DIM, BLOCK_D)
+        zero_rows(dk + head * DIM, used, end, d_token, ROWS, DIM, BLOCK_D)
+        zero_rows(dv + head * V_DIM, used, end, v_out, ROWS, V_DIM, BLOCK_V)

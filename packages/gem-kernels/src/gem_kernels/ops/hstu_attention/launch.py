@@ -23,24 +23,33 @@ class Config(NamedTuple):
     stages: int
 
 
-NARROW = {
-    "forward": Config(128, 64, 8, 3),
-    "query_grad": Config(128, 64, 8, 2),
-    "key_grad": Config(64, 128, 8, 2),
+SHORT, MIDDLE = 512, 1024
+"""Longest rows up to these count as short, and as middling for the forward pass: measured on an H200."""
+SHORT_ROWS = {
+    "forward": Config(64, 32, 4, 4),
+    "query_grad": Config(64, 32, 4, 3),
+    "key_grad": Config(32, 64, 4, 3),
     "bias_grad": Config(64, 64, 4, 1),
 }
-"""16-bit inputs with heads up to 128."""
+LONG_ROWS = {"forward": Config(128, 64, 8, 3), "query_grad": Config(128, 64, 8, 3), "key_grad": Config(32, 128, 8, 3)}
+"""16-bit inputs with heads up to 128, as ``SHORT_ROWS``."""
 INTERPRETER = Config(32, 16, 1, 1)
 """Unequal, so that mixing up the two sizes shows."""
 
 
-def choose(kernel: str, width: int, wide_dtype: bool) -> Config:
-    """Tile shapes by kernel (``forward``, ``query_grad``, ``key_grad``, ``bias_grad``) and padded head size: few, so few variants are compiled."""
+def choose(kernel: str, width: int, *, wide_dtype: bool, longest: int, roomy: bool) -> Config:
+    """Tile shapes by kernel (``forward``, ``query_grad``, ``key_grad``, ``bias_grad``), padded head size and longest row: few, so few variants are
+    compiled. ``roomy``: an SM has the shared memory of Hopper."""
     if wide_dtype:
         return Config(32, 32, 8, 1) if width <= 128 else Config(16, 16, 4, 1)
     if width > 128:
-        return Config(32, 64, 8, 2) if kernel == "key_grad" else Config(64, 32, 8, 2)
-    return NARROW[kernel]
+        stages = 2 if roomy else 1
+        return Config(32, 64, 8, stages) if kernel == "key_grad" else Config(64, 32, 8, stages)
+    if kernel == "bias_grad" or longest <= SHORT or not roomy:
+        return SHORT_ROWS[kernel] if roomy else SHORT_ROWS[kernel]._replace(stages=2)
+    if kernel == "forward" and longest <= MIDDLE:
+        return Config(64, 64, 4, 3)
+    return LONG_ROWS[kernel]
 
 
 def hstu_attention(
@@ -107,7 +116,7 @@ class _Inputs(NamedTuple):
         if host.interpreted():
             return INTERPRETER
         width = max(host.block_width(self.q.shape[-1]), host.block_width(self.v.shape[-1]))
-        return choose(kernel, width, self.q.element_size() > 2)
+        return choose(kernel, width, wide_dtype=self.q.element_size() > 2, longest=self.max_length, roomy=host.roomy(self.q))
 
     def tiles(self, size: int) -> int:
         return self.rows * self.q.shape[1] * -(-self.max_length // size)

@@ -5,7 +5,7 @@
 
 from functools import cache
 from importlib import import_module
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,10 +17,28 @@ from gem_core.spec import KernelUnavailable
 from gem_kernels.ops import host
 from gem_kernels.ops.limits import MAX_NORM_WIDTH
 
-FUSED_WIDTH = 512
-"""Widest rows that the ``after`` kernel holds in registers."""
+FUSED_WIDTH, FUSED_SUM_WIDTH = 512, 256
+"""Widest rows that the ``after`` kernel holds in registers, alone and beside a residual or the sum that is returned."""
+MAX_ROWS = 2**30
+"""The copy engine counts rows in 32 bits."""
 PROGRAMS = 1024
 """Programs that add up columns' gradients, whatever the device, so that their rounding is the same everywhere."""
+
+
+Maybe = Tensor | None
+
+
+class Tile(NamedTuple):
+    """Rows and columns of a tile of a fused kernel, inner columns a step, stages of the load pipeline, and warps."""
+
+    rows: int
+    block: int
+    step: int
+    stages: int
+    warps: int
+
+
+INTERPRETER = Tile(32, 32, 16, 1, 1)
 
 
 def norm_linear(
@@ -98,67 +116,76 @@ def norm_rows_grad(
             dtotal=None if dtotal is None else dtotal.contiguous(), dz=dz, dgamma=dgamma, dbeta=dbeta, rows=rows, eps=eps, x_stride=x.stride(0),
             residual_stride=0 if residual is None else residual.stride(0), LAYER=layer, WIDTH=width, ROWS=tile, BLOCK=block, num_warps=warps,
         )  # fmt: skip
-    return dz, *(None if part is None else part.sum(0).to(x.dtype) for part in (dgamma, dbeta))
+    return dz, _added(dgamma, x.dtype), _added(dbeta, x.dtype)
 
 
-def _fits(x: Tensor, weight: Tensor, before: bool) -> bool:
-    """Whether a fused kernel takes the call."""
-    return x.element_size() == 2 and (before or weight.shape[0] <= FUSED_WIDTH)
+def _added(parts: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    return None if parts is None else parts.sum(0).to(dtype)
+
+
+def _fits(x: Tensor, weight: Tensor, before: bool, widest: int) -> bool:
+    """Whether a fused kernel takes the call; ``widest`` rows of a result that it holds. Tensor descriptors want addresses and rows in multiples of 16 bytes."""
+    aligned = all(t.data_ptr() % 16 == 0 and t.stride(0) % 8 == 0 for t in (x, weight)) and weight.shape[0] % 8 == 0
+    return x.element_size() == 2 and aligned and 0 < x.shape[0] <= MAX_ROWS and (before or weight.shape[0] <= widest)
+
+
+def before_tile(width: int, *, alone: bool, roomy: bool) -> Tile:
+    """How the ``before`` kernel cuts a result of ``width`` columns; ``alone``: there is no residual to hold beside it, ``roomy``: an SM has the
+    shared memory of Hopper."""
+    block = host.block_width(width)
+    return Tile(128 if alone else 64, min(256, block), 64, 3, 8) if roomy else Tile(64, min(128, block), 32, 2, 4)
+
+
+def after_tile(width: int, *, alone: bool, roomy: bool) -> Tile:
+    """As ``before_tile``, for the ``after`` kernel, whose tiles hold whole rows."""
+    block = host.block_width(width)
+    if not roomy:
+        return Tile(32, block, 32, 2, 8)
+    return Tile(64, block, 32, 4, 8) if block > 256 else Tile(128 if alone else 64, block, 64, 3, 8)
+
+
+def _descriptor(tensor: Tensor, rows: int, columns: int) -> Any:
+    return import_module("triton.tools.tensor_descriptor").TensorDescriptor.from_tensor(tensor, [rows, columns])
+
+
+def _launch_fused(kernel: Any, cut: Tile, x: Tensor, weight: Tensor, out: Tensor, residual: Maybe, layer: bool, eps: float, **arguments: Any) -> None:
+    """One program an SM over the tiles of ``out``; both products' operands and the result go through the copy engine."""
+    rows, width = out.shape
+    host.launch(
+        kernel, x, -(-rows // cut.rows) * -(-width // cut.block), programs=host.multiprocessors(x), x=_descriptor(x, cut.rows, cut.step),
+        weight=_descriptor(weight, cut.block, cut.step), out=_descriptor(out, cut.rows, cut.block), residual=residual, rows=rows, eps=eps,
+        residual_stride=0 if residual is None else residual.stride(0), LAYER=layer, WIDTH=width, INNER=x.shape[1], ROWS=cut.rows, BLOCK=cut.block,
+        STEP=cut.step, STAGES=cut.stages, FLAT=residual is None and arguments["total"] is None, num_warps=cut.warps, **arguments,
+    )  # fmt: skip
 
 
 def _fused_before(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    gamma: Tensor | None,
-    beta: Tensor | None,
-    residual: Tensor | None,
-    layer: bool,
-    eps: float,
-    keep: bool,
+    x: Tensor, weight: Tensor, bias: Maybe, gamma: Maybe, beta: Maybe, residual: Maybe, layer: bool, eps: float, keep: bool
 ) -> tuple[Tensor, Tensor]:
-    rows, inner = x.shape
-    width = weight.shape[0]
     shift = None if beta is None else weight.float() @ beta.float()
     if shift is not None and bias is not None:
         shift = shift + bias
     scaled = weight if gamma is None else weight * gamma
-    sums = scaled.float().sum(1) if layer else None
-    out, total = x.new_empty((rows, width)), x.new_empty(x.shape if keep else (0,))
-    tile, block, warps = (32, 32, 1) if host.interpreted() else (128, min(256, host.block_width(width)), 8)
-    # Without a residual what was normed is x itself.
-    host.launch(
-        _kernels().before_kernel, x, -(-rows // tile) * -(-width // block), x=x, weight=scaled, bias=bias if shift is None else shift,
-        residual=residual, sums=sums, out=out, total=total if keep else None, rows=rows, eps=eps, x_stride=x.stride(0),
-        weight_stride=scaled.stride(0), residual_stride=0 if residual is None else residual.stride(0), LAYER=layer, WIDTH=width, INNER=inner,
-        ROWS=tile, BLOCK=block, STEP=64, num_warps=warps, num_stages=3,
+    out, total = x.new_empty((x.shape[0], weight.shape[0])), x.new_empty(x.shape if keep else (0,))
+    cut = INTERPRETER if host.interpreted() else before_tile(weight.shape[0], alone=residual is None, roomy=host.roomy(x))
+    _launch_fused(
+        _kernels().before_kernel, cut, x, scaled, out, residual, layer, eps, bias=bias if shift is None else shift, pivots=x,
+        sums=scaled.float().sum(1) if layer else None, total=total if keep and residual is not None else None, x_stride=x.stride(0),
     )  # fmt: skip
+    # Without a residual what was normed is x itself.
     return out, total.copy_(x) if keep and residual is None else total
 
 
 def _fused_after(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    gamma: Tensor | None,
-    beta: Tensor | None,
-    residual: Tensor | None,
-    layer: bool,
-    eps: float,
-    keep: bool,
+    x: Tensor, weight: Tensor, bias: Maybe, gamma: Maybe, beta: Maybe, residual: Maybe, layer: bool, eps: float, keep: bool
 ) -> tuple[Tensor, Tensor]:
-    rows, inner = x.shape
-    width = weight.shape[0]
-    out = x.new_empty((rows, width))
+    out = x.new_empty((x.shape[0], weight.shape[0]))
     total = x.new_empty(out.shape if keep else (0,))
-    block = host.block_width(width)
-    tile, warps = (32, 1) if host.interpreted() else (64, 8) if block > 256 else (128, 8)
-    host.launch(
-        _kernels().after_kernel, x, -(-rows // tile), x=x, weight=weight, bias=bias, residual=residual, gamma=gamma, beta=beta, out=out,
-        total=total if keep else None, rows=rows, eps=eps, x_stride=x.stride(0), weight_stride=weight.stride(0),
-        residual_stride=0 if residual is None else residual.stride(0), LAYER=layer, WIDTH=width, INNER=inner, ROWS=tile, BLOCK=block, STEP=64,
-        num_warps=warps, num_stages=3,
-    )  # fmt: skip
+    cut = after_tile(weight.shape[0], alone=residual is None and not keep, roomy=host.roomy(x))
+    if host.interpreted():
+        cut = INTERPRETER._replace(block=cut.block)
+    arguments = {"bias": bias, "gamma": gamma, "beta": beta, "total": total if keep else None}
+    _launch_fused(_kernels().after_kernel, cut, x, weight, out, residual, layer, eps, **arguments)
     return out, total
 
 
@@ -182,7 +209,8 @@ def _forward(
         raise KernelUnavailable("norm_linear with backend 'triton'", f"rows of {normed} are above {MAX_NORM_WIDTH}", "Use backend='reference'.")
     x, weight, residual = _readable(x, weight, residual)
     with host.no_autocast(x):
-        if x.shape[0] and _fits(x, weight, before):
+        widest = FUSED_WIDTH if residual is None and not keep else FUSED_SUM_WIDTH
+        if _fits(x, weight, before, widest):
             fused = _fused_before if before else _fused_after
             return fused(x, weight, bias, gamma, beta, residual, layer, eps, keep)
         if before:
@@ -192,7 +220,8 @@ def _forward(
 
 
 def _readable(x: Tensor, weight: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    return *host.readable(x, weight), None if residual is None else host.readable(residual)[0]
+    x, weight = host.readable(x, weight)
+    return x, weight, None if residual is None else host.readable(residual)[0]
 
 
 @torch.library.custom_op("gem_kernels::norm_linear_grad", mutates_args=())
@@ -223,7 +252,8 @@ def _grad(
         dbias = None if bias is None else of_bias.sum(0)
     if residual is None:
         dz = None
-    return dx, dweight, *(x.new_empty(0) if grad is None else grad for grad in (dbias, dgamma, dbeta, dz))
+    filled = [x.new_empty(0) if grad is None else grad for grad in (dbias, dgamma, dbeta, dz)]
+    return dx, dweight, filled[0], filled[1], filled[2], filled[3]
 
 
 @_forward.register_fake

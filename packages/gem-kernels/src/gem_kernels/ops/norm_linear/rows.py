@@ -55,9 +55,8 @@ def norm_grad(n, r, g, LAYER: tl.constexpr, WIDTH: tl.constexpr):
 def load_columns(base, fallback, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     """``[1, BLOCK]`` of a vector in float32, or of the number ``fallback`` where there is none."""
     c = tl.arange(0, BLOCK)
-    if base is None:
-        row = tl.full([BLOCK], fallback, tl.float32)
-    else:
+    row = tl.full([BLOCK], fallback, tl.float32)
+    if base is not None:
         row = tl.load(base + c, mask=c < WIDTH, other=0.0).to(tl.float32)
     return row[None, :]
 

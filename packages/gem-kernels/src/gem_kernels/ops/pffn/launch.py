@@ -58,7 +58,7 @@ def _norm_grad(dy: Tensor, x: Tensor, eps: float) -> Tensor:
     return norm_rows_grad(dy, x, None, None, None, layer=True, eps=eps)[0]
 
 
-def _run(kernel: Any, x: Tensor, offsets: Tensor, max_q: int, eps: float, **tensors: Tensor) -> None:
+def _run(kernel: Any, x: Tensor, offsets: Tensor, max_q: int, eps: float, **tensors: Any) -> None:
     tile, block, warps = row_tile(x.shape[1])
     rows = offsets.shape[0] - 1
     host.launch(

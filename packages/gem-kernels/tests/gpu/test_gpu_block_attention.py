@@ -1,0 +1,94 @@
+"""Block attention on CUDA: head sizes, blocks, rotation over long rows, addresses beyond 32 bits, and what is compiled."""
+
+import pytest
+import torch
+
+from gem_core.ops.block_attention import reference
+from gem_core.testing import assert_as_accurate, plain_precision, poisoned_memory
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+
+from gem_kernels.ops.block_attention.launch import block_attention
+
+
+def offsets_of(lengths):
+    return torch.tensor([0, *lengths], dtype=torch.int64, device="cuda").cumsum(0)
+
+
+def results(function, arguments, options, wanted):
+    out = function(*arguments, **options)
+    upstream = torch.linspace(-1, 1, out.numel(), dtype=torch.float64, device="cuda").view(out.shape).to(out.dtype)
+    return (out.detach(), *torch.autograd.grad(out, wanted, upstream))
+
+
+def compare(lengths, *, dim=128, v_dim=None, dtype=torch.bfloat16, rope=False, **options):
+    """Hold the kernel to the accuracy of plain torch in the same dtype, forward and gradients, with poisoned memory."""
+    g = torch.Generator().manual_seed(0)
+    tokens = sum(lengths)
+    leaves = [torch.randn(tokens, 2, d, generator=g).to("cuda", dtype).requires_grad_() for d in (dim, dim, v_dim or dim)]
+    offsets = offsets_of(lengths)
+    options |= {"max_length": max(lengths)}
+    exact = [t.detach().double().requires_grad_() for t in leaves]
+    turns = None
+    if rope:
+        turns = (torch.arange(tokens, device="cuda")[:, None] * torch.rand(dim // 2, generator=g).cuda()).float()
+    truth = results(reference, (*exact, offsets), {**options, "rope": None if turns is None else turns.double()}, exact)
+    options["rope"] = turns
+    with plain_precision():
+        plain = results(reference, (*leaves, offsets), options, leaves)
+    with poisoned_memory():
+        actual = results(block_attention, (*leaves, offsets), options, leaves)
+    for name, a, p, t in zip(("output", "dq", "dk", "dv"), actual, plain, truth, strict=True):
+        assert_as_accurate(a, p, t, what=name)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize(("dim", "block"), [(32, 64), (64, 64), (128, 64), (128, 128), (96, 100), (128, 20)])
+def test_head_sizes_and_blocks(dim, block, dtype):
+    compare([1, 0, 700, 65, 128], dim=dim, block=block, dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("on_v", [False, True])
+def test_rotation_by_positions_of_a_long_row(dtype, on_v):
+    compare([3, 20_000, 0, 65], rope=True, rope_on_v=on_v, dtype=dtype)
+
+
+def test_case_C08_addresses_beyond_32_bits():
+    """More than 2^31 elements a tensor: the last row must read and write its own memory."""
+    heads, dim, length = 8, 128, 2048
+    rows = 2**31 // (heads * dim * length) + 2
+    tokens = rows * length
+    offsets = torch.arange(rows + 1, device="cuda") * length
+    q = torch.zeros(tokens, heads, dim, device="cuda", dtype=torch.bfloat16)
+    tail = slice(tokens - length, tokens)
+    q[tail] = torch.randn(length, heads, dim, device="cuda").bfloat16()
+    q.requires_grad_()
+    out = block_attention(q, q.detach(), q.detach(), offsets, max_length=length)
+    own = q.detach()[tail].clone().requires_grad_()
+    alone = block_attention(own, own.detach(), own.detach(), offsets_of([length]), max_length=length)
+    assert torch.equal(out.detach()[tail], alone.detach())
+    upstream = torch.zeros_like(out)
+    upstream[tail] = 1
+    (dq,) = torch.autograd.grad(out, [q], upstream)
+    (expected,) = torch.autograd.grad(alone, [own], torch.ones_like(alone))
+    assert torch.equal(dq[tail], expected)
+    assert not dq[: tokens - length].any()
+
+
+def test_case_I06_lengths_and_batch_sizes_compile_nothing_new():
+    from gem_kernels.ops.block_attention import triton as kernels
+
+    def compiled():
+        return sum(len(cache[0]) for cache in kernels.forward_kernel.device_caches.values())
+
+    def call(rows):
+        lengths = [(7 * r) % 90 + 1 for r in range(rows)]
+        q = torch.randn(sum(lengths), 2, 64, device="cuda", dtype=torch.bfloat16)
+        block_attention(q, q, q, offsets_of(lengths), max_length=max(lengths))
+
+    call(2)
+    before = compiled()
+    for rows in range(1, 50):
+        call(rows)
+    assert compiled() - before <= 1
