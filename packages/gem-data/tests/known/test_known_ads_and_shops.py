@@ -87,7 +87,7 @@ def test_taobao_behaviour_counts_what_it_drops(sample: Sample, rows: Rows) -> No
     assert dict(tables["events"].ledger) == {"read": 11, "kept": 7, outside: 3, "dropped: unknown behaviour": 1}
     assert dict(tables["impressions"].ledger) == {"read": 11, "kept": 5, outside: 3, "dropped: unknown behaviour": 1, "dropped: no page view": 2}
     assert events["behaviour"].to_list() == ["pv", "pv", "buy", "pv", "cart", "pv", "pv"]
-    assert views.rows()[:2] == [(1, 11, 100, 1511544070)] * 2, "repeated rows are kept"
+    assert views.rows()[:2] == [(1, 11, 100, 1511539200)] * 2, "repeated rows are kept"
 
 
 def test_case_H21_taobao_ads_blanks_and_names(sample: Sample, rows: Rows) -> None:

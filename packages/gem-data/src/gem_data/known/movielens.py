@@ -81,9 +81,7 @@ def _open_100k(folder: Path, _: Choices) -> dict[str, KnownTable]:
             read=text("user_id:int64", "item_id:int64", "rating:float64", "timestamp:int64", separator="\t"),
             columns=RATING,
         ),
-        "users": KnownTable(
-            files=find(folder, "u.user"), read={**people, "encoding": "latin-1"}, columns=same("user_id", "age", "gender", "occupation", "zip")
-        ),
+        "users": KnownTable(files=find(folder, "u.user"), read=people, columns=same("user_id", "age", "gender", "occupation", "zip")),
         "items": KnownTable(
             files=find(folder, "u.item"),
             read={**films, "encoding": "latin-1"},
