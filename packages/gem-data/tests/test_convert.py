@@ -2,9 +2,11 @@
 
 import gzip
 import json
+import os
 import random
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pyarrow as pa
@@ -91,9 +93,43 @@ def test_an_existing_file_and_a_folder_that_is_none_are_refused(tmp_path: Path) 
     rows = scan(tmp_path / "in.csv")
     with pytest.raises(RequestError, match=r"in\.csv: it exists already"):
         convert(rows, tmp_path / "in.csv")
-    with pytest.raises(MachineError, match="its folder cannot be written"):
+    with pytest.raises(RequestError, match="none is no folder"):
         convert(rows, tmp_path / "none" / "out.parquet")
     assert (tmp_path / "in.csv").read_text() == "a,b\n1,2\n"
+
+
+def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(self: Path, target: Path) -> None:
+        raise OSError("no space left")
+
+    (tmp_path / "in.csv").write_text("a,b\n1,2\n")
+    monkeypatch.setattr(Path, "replace", full)
+    with pytest.raises(MachineError, match="no space left"):
+        convert(scan(tmp_path / "in.csv"), tmp_path / "out.parquet")
+    assert [path.name for path in tmp_path.iterdir()] == ["in.csv"]
+
+
+def test_case_H08_a_conversion_that_was_killed_is_done_again_and_its_leftovers_go(tmp_path: Path) -> None:
+    (tmp_path / "in.csv").write_text("a,b\n" + "1,2\n" * 3_000_000)
+    command = [
+        sys.executable,
+        "-c",
+        "import sys; from gem_data.cli import app; app()",
+        "convert",
+        str(tmp_path / "in.csv"),
+        str(tmp_path / "out.parquet"),
+    ]
+    killed = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    while killed.poll() is None and not list(tmp_path.glob(".out.parquet.*")):
+        time.sleep(0.01)
+    killed.kill()
+    killed.wait()
+    (left,) = tmp_path.glob(".out.parquet.*")
+    assert not (tmp_path / "out.parquet").exists()
+    os.utime(left, (time.time() - 7200,) * 2)
+    done = convert(scan(tmp_path / "in.csv"), tmp_path / "out.parquet")
+    assert done.read == done.written == 3_000_000
+    assert {path.name for path in tmp_path.iterdir()} == {"in.csv", "out.parquet"}
 
 
 def test_a_writer_that_loses_rows_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

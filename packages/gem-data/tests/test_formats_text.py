@@ -184,6 +184,14 @@ def test_a_value_that_does_not_fit_is_named_with_its_column(tmp_path: Path) -> N
     assert len(read(tmp_path, text, types={"m": "string"})) == 12_001
 
 
+def test_types_that_text_cannot_have_are_refused(tmp_path: Path) -> None:
+    for kind in (pa.list_(pa.int64()), pa.struct([("a", pa.int64())])):
+        with pytest.raises(RequestError, match=r"x\.csv: .*(not supported|not implemented|struct|list)"):
+            read(tmp_path, "a,b\n1,2\n", types={"a": kind})
+    with pytest.raises(RequestError, match=r"x\.jsonl: it cannot be parsed"):
+        read(tmp_path, '{"a": 1}\n', "x.jsonl", types={"a": pa.list_(pa.int64())})
+
+
 @pytest.mark.parametrize("line", ["3", "3,4,5", ",,"])
 def test_a_ragged_line_is_an_error_with_its_number_or_is_counted(tmp_path: Path, line: str) -> None:
     text = f"a,b\n1,2\n\n{line}\n5,6\n\n"

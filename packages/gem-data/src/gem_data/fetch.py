@@ -5,13 +5,13 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from gem_core.spec import MachineError, RequestError, RunFailed
+from gem_data.partial import written_whole
 
 ML_100K_TERMS = """MovieLens-100K was collected by the GroupLens research group at the University of Minnesota. In short, its terms are: use it for
 research; do not use it for anything that earns revenue, and do not pass it on, unless GroupLens agrees; do not suggest that the university or
@@ -101,22 +101,8 @@ def fetch(release: Release, folder: Path | None = None) -> bool:
 def _write(target: Path, files: Mapping[str, bytes]) -> None:
     target.mkdir(parents=True, exist_ok=True)
     for name, content in files.items():
-        _remove_leftovers(target, name)
-        with tempfile.NamedTemporaryFile(dir=target, prefix=f".{name}.", delete=False) as partial:
-            try:
-                partial.write(content)
-                partial.close()
-                Path(partial.name).chmod(0o644)
-                Path(partial.name).replace(target / name)
-            finally:
-                Path(partial.name).unlink(missing_ok=True)
-
-
-def _remove_leftovers(target: Path, name: str) -> None:
-    """Of fetches that were killed while they wrote; one that is writing now is younger than an hour."""
-    for path in target.glob(f".{name}.*"):
-        if path.stat().st_mtime < time.time() - 3600:
-            path.unlink(missing_ok=True)
+        with written_whole(target / name) as partial:
+            partial.write_bytes(content)
 
 
 def _download(release: Release, scratch: Path) -> Path:

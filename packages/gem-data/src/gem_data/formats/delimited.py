@@ -108,7 +108,7 @@ class DelimitedReader:
         restore = self._quote and len(self._separator.encode()) > 1
         try:
             yield from self._opened(_chain(first, blocks), lines.stand_in, columns, types, judge, restore)
-        except pa.ArrowInvalid as error:
+        except pa.ArrowException as error:
             raise self._explained(error, lines, ragged) from error
 
     def _opened(

@@ -61,7 +61,7 @@ class JsonLinesReader:
                 read_options=pajson.ReadOptions(use_threads=False, block_size=LONGEST_LINE + len(block)),
                 parse_options=pajson.ParseOptions(explicit_schema=schema, unexpected_field_behavior=others),
             )
-        except pa.ArrowInvalid as error:
+        except pa.ArrowException as error:
             so = re.sub(r"in row (\d+)", lambda match: f"in line {lines.original(done + int(match[1]) + 1)}", str(error))
             raise RequestError(self._place.asked, f"it cannot be parsed ({so})", "Repair the line, or name columns and their types.") from error
 
