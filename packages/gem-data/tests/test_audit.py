@@ -65,7 +65,7 @@ def put(column: str, row: int, value: Any) -> Callable[[pa.Table], pa.Table]:
     return change
 
 
-def put_json(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
+def put_json(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
     data = json.loads(path.read_text())
     change(data)
     path.write_text(json.dumps(data))
@@ -189,4 +189,7 @@ def test_other_folders_are_refused(make: Callable[[bool], Path], tmp_path: Path)
     folder = make(False)
     put_json(folder / "data.json", lambda data: data.update(format=2))
     with pytest.raises(RequestError, match="its format is 2, not 1"):
+        audit(folder)
+    put_json(folder / "data.json", lambda data: (data.update(format=1), data.pop("users"), data.pop("leakage")))
+    with pytest.raises(RequestError, match=r"its data.json lacks users, leakage"):
         audit(folder)

@@ -3,6 +3,7 @@
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,17 @@ from gem_data.prepare.output import REQUEST_ROW
 from gem_data.prepare.writer import count_labels
 from gem_data.schema import Schema, read_schema
 
+KEYS = ("splits", "ledger", "users", "events", "labels", "unknown", "calibration", "leakage", "definition")
+
+
+@dataclass
+class _Found:
+    """What the files of one split hold."""
+
+    users: set[int]
+    unknown: Counter[str]
+    labels: dict[str, dict[str, int]]
+
 
 def audit(folder: Path) -> dict[str, Any]:
     """The content of ``data.json``, when the files agree with it.
@@ -25,12 +37,7 @@ def audit(folder: Path) -> dict[str, Any]:
         RequestError: the folder is no prepared folder.
         RunFailed: files and ``data.json`` differ; every difference is named.
     """
-    try:
-        data: dict[str, Any] = json.loads((folder / "data.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise RequestError(f"prepared folder {folder}", f"its data.json cannot be read ({error})", "Name a folder of `gem data prepare`.") from error
-    if data.get("format") != 1:
-        raise RequestError(f"prepared folder {folder}", f"its format is {data.get('format')!r}, not 1", "Prepare it again with this version.")
+    data = _content(folder)
     schema = read_schema(folder / "schema.toml")
     differences = list(_files(folder, data))
     if not differences:
@@ -40,6 +47,20 @@ def audit(folder: Path) -> dict[str, Any]:
     lags = {history["name"]: history.get("lag", 0) for history in data["definition"].get("histories", [])}
     if check_leakage(folder, schema, data["splits"], lags) != data["leakage"]:
         raise RunFailed(f"audit of {folder}", "its histories hold another number of events than data.json says", "Prepare it again.")
+    return data
+
+
+def _content(folder: Path) -> dict[str, Any]:
+    asked, do = f"prepared folder {folder}", "Name a folder of `gem data prepare`, or prepare it again."
+    try:
+        data: dict[str, Any] = json.loads((folder / "data.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise RequestError(asked, f"its data.json cannot be read ({error})", do) from error
+    if data.get("format") != 1:
+        raise RequestError(asked, f"its format is {data.get('format')!r}, not 1", do)
+    lacking = [key for key in KEYS if key not in data]
+    if lacking:
+        raise RequestError(asked, f"its data.json lacks {', '.join(lacking)}", do)
     return data
 
 
@@ -76,16 +97,16 @@ def _ledger(data: Mapping[str, Any]) -> Iterator[str]:
 def _counts(folder: Path, schema: Schema, data: Mapping[str, Any]) -> Iterator[str]:
     users: set[int] = set()
     for split, parts in data["splits"].items():
-        unknown: Counter[str] = Counter()
-        labels = {task.name: {"observed": 0, "positive": 0} for task in schema.task}
+        found = _Found(users, Counter(), {task.name: {"observed": 0, "positive": 0} for task in schema.task})
         for part in parts:
-            yield from _part(folder, part, schema, users, unknown, labels)
-        if labels != data["labels"][split]:
-            yield f"the labels of {split} are {labels}, not {data['labels'][split]}"
+            yield from _part(folder, part, schema, found)
+        if found.labels != data["labels"][split]:
+            yield f"the labels of {split} are {found.labels}, not {data['labels'][split]}"
         for key, _, _ in schema.id_columns():
-            if unknown[key] != data["unknown"][split].get(key, 0):
-                yield f"{split} has {unknown[key]} unknown values of {key!r}, not {data['unknown'][split].get(key, 0)}"
-        yield from _calibration(split, labels, data)
+            said = data["unknown"][split].get(key, 0)
+            if found.unknown[key] != said:
+                yield f"{split} has {found.unknown[key]} unknown values of {key!r}, not {said}"
+        yield from _calibration(split, found.labels, data)
     if len(users) != data["users"]["written"]:
         yield f"the files hold {len(users)} users, not {data['users']['written']}"
 
@@ -98,39 +119,47 @@ def _calibration(split: str, labels: Mapping[str, Mapping[str, int]], data: Mapp
             yield f"train has {negatives} negatives of {calibration['task']!r}, not {calibration['kept']}"
 
 
-def _part(
-    folder: Path, part: Mapping[str, Any], schema: Schema, users: set[int], unknown: Counter[str], labels: dict[str, dict[str, int]]
-) -> Iterator[str]:
-    """Faults of one part; its users, unknown ids and labels are added to the totals."""
-    path, last, request = folder / part["file"], None, -1
-    with pq.ParquetFile(path) as file:
+def _part(folder: Path, part: Mapping[str, Any], schema: Schema, found: _Found) -> Iterator[str]:
+    """Faults of one part; what it holds is added to what was found."""
+    name, request, last = part["file"], -1, None
+    with pq.ParquetFile(folder / name) as file:
         missing = sorted(set(schema.columns()) - set(file.schema_arrow.names) - _history_columns(schema, part))
         if missing:
-            yield f"{part['file']} lacks the columns {', '.join(missing)}"
+            yield f"{name} lacks the columns {', '.join(missing)}"
             return
         for batch in file.iter_batches(16_384):
-            if schema.user is not None:
-                users.update(pc.unique(batch.column(schema.user)).to_pylist())
-            for name, (observed, positive) in count_labels(schema, {name: batch.column(name) for name in batch.schema.names}).items():
-                labels[name]["observed"] += observed
-                labels[name]["positive"] += positive
-            yield from _ids(part["file"], schema, batch, unknown)
+            _add(schema, batch, found)
+            yield from _ids(name, schema, batch, found.unknown)
             if "requests" in part:
-                rows = batch.column(REQUEST_ROW).to_numpy()
-                if ((np.diff(rows, prepend=request) < 0) | (np.diff(rows, prepend=request) > 1)).any():
-                    yield f"{part['file']}: {REQUEST_ROW} does not count requests up"
+                rows = np.concatenate([[request], batch.column(REQUEST_ROW).to_numpy()])
+                if not np.isin(np.diff(rows), (0, 1)).all():
+                    yield f"{name}: {REQUEST_ROW} does not count requests up"
                 request = int(rows[-1])
             elif schema.time is not None:
                 times = batch.column(schema.time).to_numpy()
                 if (np.diff(times, prepend=times[0] if last is None else last) < 0).any():
-                    yield f"{part['file']} is not in the order of time"
+                    yield f"{name} is not in the order of time"
                 last = int(times[-1])
     if "requests" in part:
-        if request + 1 != part["requests"]:
-            yield f"{part['file']} refers to {request + 1} requests, not {part['requests']}"
-        with pq.ParquetFile(path.with_suffix(".requests.parquet")) as file:
-            for batch in file.iter_batches(16_384):
-                yield from _ids(path.with_suffix(".requests.parquet").name, schema, batch, unknown)
+        yield from _requests(folder, part, schema, request, found)
+
+
+def _add(schema: Schema, batch: pa.RecordBatch, found: _Found) -> None:
+    if schema.user is not None:
+        found.users.update(pc.unique(batch.column(schema.user)).to_pylist())
+    for task, (observed, positive) in count_labels(schema, {name: batch.column(name) for name in batch.schema.names}).items():
+        found.labels[task]["observed"] += observed
+        found.labels[task]["positive"] += positive
+
+
+def _requests(folder: Path, part: Mapping[str, Any], schema: Schema, last: int, found: _Found) -> Iterator[str]:
+    """Faults of a requests file, of which rows refer to ``0 .. last``."""
+    name = part["file"].removesuffix(".parquet") + ".requests.parquet"
+    if last + 1 != part["requests"]:
+        yield f"{part['file']} refers to {last + 1} requests, not {part['requests']}"
+    with pq.ParquetFile(folder / name) as file:
+        for batch in file.iter_batches(16_384):
+            yield from _ids(name, schema, batch, found.unknown)
 
 
 def _history_columns(schema: Schema, part: Mapping[str, Any]) -> set[str]:

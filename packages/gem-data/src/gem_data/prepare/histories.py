@@ -13,9 +13,8 @@ def count_events(engine: Engine, plan: Plan) -> None:
     A probe sorts before events of its own second, so that what is counted is strictly earlier.
     """
     for k, (offset, histories) in enumerate(offsets(plan).items()):
-        probes = f"SELECT DISTINCT gem_user, gem_at - {offset} AS moment, 0 AS kind, -1 AS history, gem_probe FROM kept"
-        if not plan.shared:
-            probes = probes.replace("DISTINCT ", "")
+        once = "DISTINCT " if plan.shared else ""
+        probes = f"SELECT {once}gem_user, gem_at - {offset} AS moment, 0 AS kind, -1 AS history, gem_probe FROM kept"
         events = [f"SELECT gem_user, gem_time, 1, {h}, {NOTHING} FROM events_{h}" for h in histories]
         sums = [f"SUM(CASE WHEN history = {h} THEN 1 ELSE 0 END) OVER earlier AS gem_count_{h}" for h in histories]
         names = ", ".join(f"CAST(gem_count_{h} AS BIGINT) AS gem_count_{h}" for h in histories)

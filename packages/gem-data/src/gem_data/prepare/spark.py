@@ -37,13 +37,13 @@ class SparkEngine:
         self._folder, self._count = folder, 0
 
     def register(self, name: str, file: Path) -> None:
-        self._session.read.parquet(str(file)).createOrReplaceTempView(name.strip('"'))
+        self._session.read.parquet(file.resolve().as_uri()).createOrReplaceTempView(name.strip('"'))
 
     def view(self, name: str, sql: str) -> None:
         self._session.sql(sql).createOrReplaceTempView(name)
 
     def create(self, name: str, sql: str) -> None:
-        self._session.read.parquet(str(self._write(sql))).createOrReplaceTempView(name)
+        self._session.read.parquet(self._write(sql).as_uri()).createOrReplaceTempView(name)
 
     def rows(self, sql: str) -> list[tuple[Any, ...]]:
         return [tuple(row) for row in self._session.sql(sql).collect()]
@@ -57,8 +57,8 @@ class SparkEngine:
 
     def _write(self, sql: str) -> Path:
         self._count += 1
-        path = self._folder / f"spark-{self._count}"
-        self._session.sql(sql).write.parquet(str(path))
+        path = self._folder.resolve() / f"spark-{self._count}"
+        self._session.sql(sql).write.parquet(path.as_uri())
         return path
 
     def close(self) -> None:
