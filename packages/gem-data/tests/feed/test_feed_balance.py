@@ -207,7 +207,9 @@ def test_the_command_fits_measured_steps(tmp_path: Path) -> None:
         run()
 
 
-@pytest.mark.parametrize("options", [{"balance": "lpt"}, {"balance": "bbs"}, {"balance": "cost", "batch_tokens": 60}])
+@pytest.mark.parametrize(
+    "options", [{"balance": "lpt"}, {"balance": "bbs"}, {"balance": "cost", "batch_tokens": 60}, {"balance": "cost", "batch_tokens": 20, "window": 1}]
+)
 def test_training_with_balance_tells_the_shift_of_the_mix(
     kit: ModuleType, tmp_path: Path, caplog: pytest.LogCaptureFixture, options: dict[str, object]
 ) -> None:

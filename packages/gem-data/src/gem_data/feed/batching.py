@@ -1,7 +1,7 @@
 """Which rows make up a batch: fixed numbers of rows, a budget of tokens, or batches of balanced cost."""
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -43,7 +43,7 @@ def by_rows(windows: Iterator[Window], balance: Balance, cost: CostModel) -> Ite
         batches = plain if balance == "none" else _balanced(window, balance, cost)
         if not told and len(batches) > 1:
             told = True
-            tell_mix(balance, cost, window.part, plain, batches)
+            tell_mix(balance, _mixed(cost, [window.part]), plain, batches)
         for rows, together in zip(batches, window.globals, strict=True):
             yield Planned(((window.part, rows),), together)
 
@@ -66,7 +66,8 @@ def by_cost(windows: Iterator[Window], target: float, cost: CostModel, *, fill: 
         batches = cutter.cut(costs, last=coming is None)
         if fill and not told and len(batches) > 1:
             told = True
-            tell_mix("cost", cost, parts[0], np.array_split(rows, len(batches)), [rows[batch] for batch in batches])
+            flat = np.cumsum([0, *(part.rows for part in parts)])[which] + rows
+            tell_mix("cost", _mixed(cost, parts), np.array_split(flat, len(batches)), [flat[batch] for batch in batches])
         for batch in batches:
             used = np.unique(which[batch])
             yield Planned(tuple((parts[p], rows[batch[which[batch] == p]]) for p in used.tolist()), 0)
@@ -83,11 +84,11 @@ def _balanced(window: Window, balance: Balance, cost: CostModel) -> list[Ints]:
     return [window.order[batch == i] for i in range(len(window.sizes))]
 
 
-def tell_mix(balance: str, cost: CostModel, part: Part, plain: Sequence[Ints], batches: Sequence[Ints]) -> None:
-    """Log what balancing does to the cost, the labels and the times of the batches of a window."""
-    for name, values in _mixed(cost, part).items():
+def tell_mix(balance: str, columns: Mapping[str, Floats], plain: Sequence[Ints], batches: Sequence[Ints]) -> None:
+    """Log what balancing does to the cost, the labels and the times of the first batches."""
+    for name, values in columns.items():
         after, before = spread(values, batches), spread(values, plain)
-        log.info("balance %s, first window: spread of %s over %d batches %.4g, without balancing %.4g", balance, name, len(batches), after, before)
+        log.info("balance %s: spread of %s over the first %d batches %.4g, without balancing %.4g", balance, name, len(batches), after, before)
 
 
 def mix_records(window: Window, cost: CostModel) -> list[dict[str, Any]]:
@@ -96,7 +97,7 @@ def mix_records(window: Window, cost: CostModel) -> list[dict[str, Any]]:
     Quantities are the slowest batch (its cost over the average, less 1), rows of a batch, and the spread over batches of the mean cost, label rates,
     numbers and time of their rows.
     """
-    columns = _mixed(cost, window.part)
+    columns = _mixed(cost, [window.part])
     ways: dict[str, list[Ints]] = {"none": np.split(window.order, np.cumsum(window.sizes)[:-1])}
     ways |= {"bbs": _balanced(window, "bbs", cost), "lpt": _balanced(window, "lpt", cost)}
     target = float(columns["cost"].sum()) / len(window.sizes)
@@ -112,11 +113,16 @@ def mix_records(window: Window, cost: CostModel) -> list[dict[str, Any]]:
     ]
 
 
-def _mixed(cost: CostModel, part: Part) -> dict[str, Floats]:
-    """What the mix of batches is told by, ``[rows]`` each."""
-    columns: dict[str, Floats] = {"cost": cost.of(part.tokens, part.pairs)}
-    columns |= {f"label {name}": c.astype(np.float64) for (role, name), c in part.scalars.items() if role == "label"}
-    columns |= {name: c[:, 0].astype(np.float64) for (role, name), c in part.scalars.items() if role == "dense"}
-    if ("row", "time") in part.scalars:
-        columns["time (s)"] = part.scalars["row", "time"].astype(np.float64)
-    return columns
+def _mixed(cost: CostModel, parts: Sequence[Part]) -> dict[str, Floats]:
+    """What the mix of batches is told by, ``[rows]`` each, part after part."""
+
+    def of(part: Part) -> dict[str, Floats]:
+        columns: dict[str, Floats] = {"cost": cost.of(part.tokens, part.pairs)}
+        columns |= {f"label {name}": c.astype(np.float64) for (role, name), c in part.scalars.items() if role == "label"}
+        columns |= {name: c[:, 0].astype(np.float64) for (role, name), c in part.scalars.items() if role == "dense"}
+        if ("row", "time") in part.scalars:
+            columns["time (s)"] = part.scalars["row", "time"].astype(np.float64)
+        return columns
+
+    each = [of(part) for part in parts]
+    return {name: np.concatenate([columns[name] for columns in each]) for name in each[0]}
