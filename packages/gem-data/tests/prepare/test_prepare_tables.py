@@ -162,6 +162,41 @@ def test_reserved_names_are_refused(shop: Any) -> None:
         shop.run()
 
 
+def test_case_H08_a_table_that_nothing_uses_is_an_error(shop: Any) -> None:
+    """A path that is given but not read would let one train on other data than one thinks."""
+    shop.definition["tables"]["other"] = {"path": "other.parquet"}
+    with pytest.raises(RequestError, match="table 'other' is used by nothing"):
+        shop.run()
+
+
+def test_a_missing_file_is_named_before_any_is_read(shop: Any) -> None:
+    shop.definition["tables"]["log"]["path"] = ["log.parquet", "log-tuesday.parquet"]
+    with pytest.raises(RequestError, match=r"log-tuesday.parquet"):
+        shop.run()
+    assert not list(shop.folder.glob(".out*"))
+
+
+def test_an_empty_table_of_events_gives_empty_histories(shop: Any) -> None:
+    kinds = pa.schema([("user", pa.int64()), ("time", pa.int64()), ("item", pa.int64())])
+    shop.table("buys", {"user": [], "time": [], "item": []}, kinds)
+    shop.definition["tables"]["buys"] = {"path": "buys.parquet", "user": "user", "time": "time"}
+    shop.definition["histories"][0] |= {"table": "buys", "where": []}
+    shop.definition["conversions"] = [{"task": "ctr", "table": "buys", "within": 5}]
+    with pytest.raises(RequestError, match="split 'train': it has no row"):
+        shop.run()  # without an event nobody knows when the log ends, so every label is unknown
+    shop.definition["conversions"][0]["end"] = 100
+    data = shop.run()
+    assert shop.column("clicks.item", "test") == [[], []]
+    assert data["events"]["clicks"] == {"read": 0, "of users written": 0}
+    assert data["labels"]["train"]["ctr"] == {"observed": 4, "positive": 0}
+
+
+def test_an_impression_table_without_rows_is_refused(shop: Any) -> None:
+    shop.table("log", {name: [] for name in shop.log}, pa.schema([(name, pa.int64()) for name in shop.log]))
+    with pytest.raises(RequestError, match="split 'train': it has no row"):
+        shop.run()
+
+
 def test_without_user_and_time_rows_stand_in_their_order(shop: Any) -> None:
     shop.table("log", {"item": [5, 4, 3, 2, 1], "click": [0, 1, 0, 1, 0]})
     shop.schema = {"id": [{"name": "item", "encode": "pass", "rows": 6}], "task": [{"name": "ctr", "label": "click"}]}

@@ -228,3 +228,17 @@ def test_what_is_left_to_the_reader_to_truncate_is_kept(shop: Any, truncate: str
     assert shop.column("clicks.time", "test") == [times]
     assert shop.column("clicks.item", "test") == [times]
     assert read_schema(shop.folder / "out" / "schema.toml").sequence[0].truncate == truncate
+
+
+def test_histories_of_two_hundred_thousand_events(shop: Any) -> None:
+    n = 210_000
+    shop.table("events", {"user": np.ones(n, np.int64), "time": np.arange(n) - n, "item": np.arange(n) % 9 + 1})
+    shop.definition["tables"]["events"] = {"path": "events.parquet", "user": "user", "time": "time"}
+    shop.definition["histories"][0] |= {"table": "events", "where": []}
+    shop.schema["sequence"][0]["max_length"] = 200_000
+    data = shop.run()
+    times = shop.column("clicks.time")
+    assert [len(t) for t in times] == [200_000, 200_000, 0, 200_000]
+    assert (times[3][0], times[3][-1]) == (-200_000, -1)
+    assert data["leakage"] == {"clicks": 4 * 200_000}
+    assert audit(shop.folder / "out") == data
