@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from gem_core.spec import KernelImpl, hookimpl
+from gem_core.spec import CliCommand, KernelImpl, hookimpl
 
 _GDPA_FEATURES = (
     "cross",
@@ -122,4 +122,11 @@ def gem_kernel_impls() -> Sequence[KernelImpl]:
         _portable("pffn", ("scale_after", *(word for word in _GDPA_FEATURES if word.startswith("act_"))), "check_attention"),
         *(_portable(op, (), None, "jagged.move", _MOVED) for op in ("jagged_concat", "jagged_split", "jagged_pad", "jagged_unpad")),
         _portable("jagged_dense_bmm_add", (), module="jagged.product"),
+    ]
+
+
+@hookimpl
+def gem_cli_commands() -> Sequence[CliCommand]:
+    return [
+        CliCommand(name="kernels bench", load="gem_kernels.bench.cli:bench", summary="Time kernels on the published shapes, beside installed peers.")
     ]

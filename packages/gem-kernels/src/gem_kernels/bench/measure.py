@@ -1,0 +1,95 @@
+"""Running a call forward and backward: whether it is right, how long it takes, how much memory."""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gem_core.ops.padded import plain_precision
+from gem_core.spec import load_object
+from gem_kernels.bench.workloads import Workload
+
+FACTOR = 2.0
+SLACK = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+"""As in the conformance suite: an error may be twice that of plain torch in the same dtype, plus a few units in the last place."""
+MODES = ("fwd", "bwd")
+
+
+def flat(result: Any) -> list[Tensor]:
+    """The floating tensors of an op's result."""
+    found = [result] if isinstance(result, Tensor) else [t for t in result if isinstance(t, Tensor)]
+    return [t for t in found if t.is_floating_point()]
+
+
+def reference_of(op: str) -> Callable[..., Any]:
+    """The op's meaning in torch."""
+    if op.startswith("jagged_") and op != "jagged_attention":
+        name = op.removeprefix("jagged_").replace("dense_bmm_add", "bmm")
+        return load_object(f"gem_core.ops.jagged:{name}_reference")  # type: ignore[no-any-return]
+    return load_object(f"gem_core.ops.{op}:reference")  # type: ignore[no-any-return]
+
+
+def _results(function: Callable[..., Any], workload: Workload) -> list[Tensor]:
+    outputs = flat(workload.call(function))
+    upstream = [torch.linspace(-1, 1, o.numel(), dtype=torch.float64, device=o.device).view(o.shape).to(o.dtype) for o in outputs]
+    return [*(o.detach() for o in outputs), *torch.autograd.grad(outputs, workload.leaves(), upstream)]
+
+
+def wrong(function: Callable[..., Any], workload: Workload) -> str | None:
+    """What is wrong with ``function`` on a small call, in outputs or gradients; None if nothing is."""
+    reference = reference_of(workload.op)
+    truth = _results(reference, workload.cast(torch.float64))
+    with plain_precision():
+        plain = _results(reference, workload)
+    for i, (a, p, t) in enumerate(zip(_results(function, workload), plain, truth, strict=True)):
+        error, base = (float((x.double() - t).abs().max()) for x in (a, p))
+        bound = FACTOR * base + SLACK[a.dtype] * max(float(t.abs().max()), 1.0)
+        if not error <= bound:
+            return f"result {i} is {error:.3g} off, at most {bound:.3g} is right"
+    return None
+
+
+def measure(function: Callable[..., Any], workload: Workload, mode: str) -> dict[str, float]:
+    """Median milliseconds, TFLOP/s, GB/s with each tensor read or written once, and the peak of allocated memory in MiB."""
+    outputs = flat(workload.call(function))
+    leaves = workload.leaves()
+    upstream = [torch.randn_like(o) for o in outputs]
+    moved = sum(t.numel() * t.element_size() for t in (*leaves, *outputs))
+    flops: float = workload.flops
+    if mode == "bwd":
+        moved += sum(t.numel() * t.element_size() for t in leaves)
+        flops *= workload.backward
+
+    def call() -> None:
+        if mode == "fwd":
+            workload.call(function)
+        else:
+            torch.autograd.grad(outputs, leaves, upstream, retain_graph=True)
+
+    peak = _peak_mib(call)
+    ms = _median_ms(call)
+    return {"ms": round(ms, 4), "tflops": round(flops / ms / 1e9, 1), "gbps": round(moved / ms / 1e6, 1), "peak_mib": round(peak, 1)}
+
+
+def _peak_mib(call: Callable[[], None]) -> float:
+    if not torch.cuda.is_available():
+        call()
+        return 0.0
+    call()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    call()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() / 2**20
+
+
+def _median_ms(call: Callable[[], None]) -> float:
+    if torch.cuda.is_available():
+        from triton.testing import do_bench
+
+        return float(do_bench(call, warmup=10, rep=50, return_mode="median"))
+    start = time.perf_counter()
+    call()
+    return (time.perf_counter() - start) * 1e3
