@@ -3,6 +3,7 @@
 import csv
 import gzip
 import io
+import re
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -76,25 +77,25 @@ def test_any_separator_in_any_encoding_splits_as_python_does(
 QUOTED = st.lists(st.sampled_from(['"', '""', ",", "\n", "\r\n", "a", "é", "\n\n", 'b"', ',"', '",', '"\n', '\n"']), max_size=40).map("".join)
 
 
-def blank_lines(text: str) -> int:
-    """Blank lines outside quotes, by a parser that goes from character to character."""
-    state, blanks, line_begin = "begin", 0, True
-    for at, char in enumerate(text):
-        if state == "quoted":
-            state = "closing" if char == '"' else state
-        elif state == "closing" and char == '"':
-            state = "quoted"
-        elif char == "\n":
-            blanks += line_begin
+def lines_of(text: str) -> tuple[list[int], int]:
+    """The numbers of the lines where records begin, and how many lines are blank, by a parser that goes from character to character."""
+    begins, blanks, number, state = [], 0, 0, "begin"
+    for line in re.findall(r"[^\n]*\n", text):
+        number += 1
+        if state != "quoted":
+            if line in ("\n", "\r\n"):
+                blanks += 1
+                continue
+            begins.append(number)
             state = "begin"
-        elif char == '"' and state == "begin":
-            state = "quoted"
-        elif char == ",":
-            state = "begin"
-        elif char != "\r" or text[at + 1 : at + 2] != "\n":
-            state = "plain"
-        line_begin = state == "begin" and (char == "\n" or (char == "\r" and line_begin))
-    return blanks
+        for char in line:
+            if state == "quoted":
+                state = "closing" if char == '"' else state
+            elif char == '"' and state in ("begin", "closing"):
+                state = "quoted"
+            else:
+                state = "begin" if char in ",\n" else "plain"
+    return begins, blanks
 
 
 @settings(max_examples=80, deadline=None)
@@ -106,7 +107,7 @@ def test_quotes_and_blank_lines_are_those_of_a_parser_that_goes_by_characters(
     skipped: list[Any] = []
 
     def skip(row: Any) -> str:
-        skipped.append(row.text)
+        skipped.append(row)
         return "skip"
 
     plain = pacsv.read_csv(
@@ -120,8 +121,12 @@ def test_quotes_and_blank_lines_are_those_of_a_parser_that_goes_by_characters(
         patch.setattr(lines_module, "READ", read_bytes)
         found = scan(path, header=["a", "b"], missing=(), types={"a": "string", "b": "string"}, bad_lines="drop")
         assert rows_of(found) == plain.to_pylist()
-    assert found.dropped["ragged line"] == sum(1 + row.count("\n") for row in skipped)
-    assert found.dropped["blank line"] == blank_lines(text)
+    assert found.dropped["ragged line"] == sum(1 + row.text.count("\n") for row in skipped)
+    begins, blanks = lines_of(text)
+    assert found.dropped["blank line"] == blanks
+    if skipped:
+        with pytest.raises(RequestError, match=f"line {begins[skipped[0].number - 1]} has {skipped[0].actual_columns} fields"):
+            rows_of(scan(path, header=["a", "b"], types={"a": "string", "b": "string"}))
 
 
 @settings(max_examples=60, deadline=None)
@@ -211,6 +216,13 @@ def test_a_ragged_line_far_into_a_file_has_the_right_number(tmp_path: Path) -> N
     number = text.count("\n")
     with pytest.raises(RequestError, match=f"line {number} has 1 fields"):
         read(tmp_path, text)
+
+
+def test_a_ragged_line_after_fields_of_several_lines_has_the_right_number(tmp_path: Path) -> None:
+    text = 'a,b\n"1\n\n\n2",x\n\ny"z,4\n"5\n6",7\n8\n9,9\n'
+    with pytest.raises(RequestError, match="line 10 has 1 fields"):
+        read(tmp_path, text)
+    assert text.split("\n")[9] == "8"
 
 
 def test_blank_lines_in_quotes_and_in_single_columns_are_values(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ class DelimitedReader:
         for batch in self._parse(lines, columns, types, count=True):
             yield self._split(batch) if self._request.lists else batch
         if lines.blanks:
-            self._request.dropped["blank line"] += len(lines.blanks)
+            self._request.dropped["blank line"] += lines.blanks
 
     def _split(self, batch: pa.RecordBatch) -> pa.RecordBatch:
         """Fields of list columns as lists; a missing field is a missing list."""
@@ -134,7 +134,7 @@ class DelimitedReader:
     def _explained(self, error: Exception, lines: Lines, ragged: list[Any]) -> RequestError:
         if ragged:
             row = ragged[-1]
-            number = lines.original(row.number + (self._request.header is None))
+            number = lines.line_of(row.number + (self._request.header is None))
             so = f"line {number} has {row.actual_columns} fields, expected {row.expected_columns}"
             return RequestError(self._place.asked, so, 'Repair the line, or drop such lines and count them: bad_lines="drop".')
         text = str(error)

@@ -52,7 +52,7 @@ class JsonLinesReader:
                 rows += table.num_rows
                 yield from table.select(columns).to_batches()
         if lines.blanks:
-            self._request.dropped["blank line"] += len(lines.blanks)
+            self._request.dropped["blank line"] += lines.blanks
 
     def _parse(self, block: bytes, schema: pa.Schema | None, others: str, lines: Lines, done: int = 0) -> pa.Table:
         try:
@@ -62,7 +62,7 @@ class JsonLinesReader:
                 parse_options=pajson.ParseOptions(explicit_schema=schema, unexpected_field_behavior=others),
             )
         except pa.ArrowException as error:
-            so = re.sub(r"in row (\d+)", lambda match: f"in line {lines.original(done + int(match[1]) + 1)}", str(error))
+            so = re.sub(r"in row (\d+)", lambda match: f"in line {lines.line_of(done + int(match[1]) + 1)}", str(error))
             raise RequestError(self._place.asked, f"it cannot be parsed ({so})", "Repair the line, or name columns and their types.") from error
 
 

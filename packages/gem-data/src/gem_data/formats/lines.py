@@ -24,19 +24,17 @@ class Lines:
         place: the file.
         encoding: of the file.
         separator: replaced by ``stand_in`` if it is longer than one byte.
-        blank_lines: whether blank lines stay; those left out are counted in ``blanks``, except in quotes.
+        blank_lines: whether blank lines outside quotes stay; those left out are counted in ``blanks``.
         quote: whether double quotes may enclose line ends.
     """
 
     def __init__(self, place: Location, encoding: str, separator: str = ",", *, blank_lines: bool = True, quote: bool = False) -> None:
         self._place, self._encoding = place, encoding
         self._separator = separator.encode()
-        self.keep_blank_lines = blank_lines
+        self._keep_blank_lines = blank_lines
         self.stand_in = separator if len(self._separator) == 1 else next(s for s in STAND_INS if s not in separator)
-        self.number = 0
-        """Whole lines passed so far, blank ones included."""
-        self.blanks: list[int] = []
-        """Numbers of the blank lines left out, from 1."""
+        self.blanks = 0
+        self._number = self._records = self._sought = self._found = 0
         self._quotes = Quotes(self.stand_in.encode()) if quote else None
         try:
             self._decoder = codecs.getincrementaldecoder(encoding)()
@@ -57,7 +55,7 @@ class Lines:
             if end:
                 block += self._lines(data[:end])
             if len(rest) + len(block) > LONGEST_LINE:
-                so = f"line {self.number + 1}, or a quoted field that ends there, is longer than {LONGEST_LINE} bytes"
+                so = f"line {self._number + 1}, or a quoted field that ends there, is longer than {LONGEST_LINE} bytes"
                 raise RequestError(self._place.asked, so, "Check the file, its line ends and its quotes.")
             if end and not (self._quotes and self._quotes.open):  # parsers take whole records
                 yield block
@@ -67,11 +65,14 @@ class Lines:
         if block:
             yield block
 
-    def original(self, number: int) -> int:
-        """The number in the file of the line that is the ``number``-th of those that ``blocks`` gave."""
-        for blank in self.blanks:
-            number += blank <= number
-        return number
+    def line_of(self, record: int) -> int:
+        """The number in the file, from 1, of the line where the ``record``-th record that ``blocks`` gives begins. Reads the file anew."""
+        again = Lines(self._place, self._encoding, self._separator.decode(), blank_lines=self._keep_blank_lines, quote=self._quotes is not None)
+        again._sought = record
+        for _ in again.blocks():
+            if again._found:
+                break
+        return again._found
 
     def _texts(self) -> Iterator[bytes]:
         fed = lines = 0
@@ -115,28 +116,36 @@ class Lines:
                 do = "End lines with a line feed, and put no carriage return into fields."
                 raise self._wrong_line(data, int(lone[0]), "holds a carriage return that ends no line", do)
         quoted = self._quotes.pass_over(raw, data) if self._quotes else None
-        ends = np.flatnonzero(raw == FEED)
-        self.number += ends.size
-        return data if self.keep_blank_lines else self._without_blanks(data, raw, ends, quoted)
+        return self._without_blanks(data, raw, quoted)
 
     def _wrong_line(self, data: bytes, at: int, so: str, do: str) -> RequestError:
-        return RequestError(self._place.asked, f"line {self.number + 1 + data.count(10, 0, at)} {so}", do)
+        return RequestError(self._place.asked, f"line {self._number + 1 + data.count(10, 0, at)} {so}", do)
 
-    def _without_blanks(self, data: bytes, raw: NDArray[np.uint8], ends: NDArray[np.int64], quoted: Spans | None) -> bytes:
+    def _without_blanks(self, data: bytes, raw: NDArray[np.uint8], quoted: Spans | None) -> bytes:
+        ends = np.flatnonzero(raw == FEED)
         starts = np.concatenate([[0], ends[:-1] + 1])
         blank = (ends == starts) | ((ends == starts + 1) & (raw[starts] == RETURN))
-        if quoted is not None:
-            blank &= ~quoted.hold(starts)
+        inside = np.zeros(starts.size, np.bool_) if quoted is None else quoted.hold(starts)
+        blank &= ~inside & (not self._keep_blank_lines)
+        self._count(~blank & ~inside)
         if not blank.any():
             return data
-        self.blanks += (np.flatnonzero(blank) + self.number - ends.size + 1).tolist()
+        self.blanks += int(blank.sum())
         kept = np.ones(raw.size, np.bool_)
         kept[starts[blank]] = kept[ends[blank]] = False
         return raw[kept].tobytes()
 
+    def _count(self, begins: NDArray[np.bool_]) -> None:
+        """Add the lines of a block, ``[lines]`` True where a record begins, and note the line of the record that is sought."""
+        records = int(begins.sum())
+        if self._records < self._sought <= self._records + records:
+            self._found = self._number + int(np.flatnonzero(begins)[self._sought - self._records - 1]) + 1
+        self._records += records
+        self._number += begins.size
+
 
 class LineFile:
-    """Blocks as the readable file that pyarrow's parsers take; an error is kept for the caller, since parsers wrap it."""
+    """Blocks as the readable file that pyarrow's parsers take. One read gives at most one block, so that a parser's blocks end with whole records."""
 
     def __init__(self, blocks: Iterator[bytes]) -> None:
         self._blocks, self._held, self._at = blocks, b"", 0

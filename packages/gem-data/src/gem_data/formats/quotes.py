@@ -11,16 +11,19 @@ QUOTE, FEED, RETURN = 34, 10, 13
 
 @dataclass(frozen=True)
 class Spans:
-    """Quoted parts of a block with their quotes: ``[begin, end)`` of each, in order; a doubled quote may part one into two that touch."""
+    """Quoted parts of a block, in order: the places of their opening quotes, -1 for one that an earlier block opened, and of what follows them.
+
+    A doubled quote may part one into two that touch.
+    """
 
     begin: NDArray[np.int64]
     end: NDArray[np.int64]
 
     def hold(self, places: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """``[places]``: whether each place lies inside a quoted part."""
+        """``[places]``: whether each place, which is no quote itself, lies inside a quoted part."""
         if not self.begin.size:
             return np.zeros(places.size, np.bool_)
-        part = np.searchsorted(self.begin, places, "right") - 1
+        part = np.searchsorted(self.begin, places) - 1
         return (part >= 0) & (places < self.end[np.maximum(part, 0)])
 
 
@@ -48,7 +51,7 @@ class Quotes:
         opens, closes = at[first::2], at[1 - first :: 2]
         if not self._regular(raw, opens, closes):
             return self._slowly(block)
-        begin = np.concatenate([[0], opens]) if self.open else opens
+        begin = np.concatenate([[-1], opens]) if self.open else opens
         self.open = bool((at.size + first) % 2)
         end = np.concatenate([closes + 1, [raw.size]]) if self.open else closes + 1
         return Spans(begin, end)
@@ -65,7 +68,7 @@ class Quotes:
         if self.open:
             match = self._rest.match(block)
             assert match is not None  # the pattern ends at a quote or at the end
-            spans.append((0, match.end()))
+            spans.append((-1, match.end()))
             at, self.open = match.end(), not match[1]
         for match in self._field.finditer(block, at):
             spans.append((match.start(1), match.end()))
