@@ -12,6 +12,7 @@ from gem_core.spec import RequestError, load_object
 OWN = {
     "train": ("gem_core.cli.train:train", "Train a model from a configuration file or a recipe."),
     "eval": ("gem_core.cli.eval:evaluate", "Evaluate a finished run on its test split."),
+    "checkpoint": ("gem_core.cli.checkpoint:app", "What a checkpoint holds, whether it is whole, how two differ; export."),
     "plugins": ("gem_core.cli.plugins:app", "What is installed: plugins and what each one declares."),
     "kernels": ("gem_core.cli.kernels:app", "Which backend runs each op here, and why the others do not."),
     "config": ("gem_core.cli.config:app", "Every value of a configuration with its origin; the JSON schema."),

@@ -18,6 +18,7 @@ from gem_core.train.efficiency import TRAIN_OVER_FORWARD
 from gem_core.train.evaluate import Evaluation, evaluate
 from gem_core.train.feed import Feed, Work
 from gem_core.train.optim import lr_factor
+from gem_core.train.scoring import schema_as_json
 from gem_core.train.step import train_step
 
 
@@ -171,6 +172,7 @@ def about(run: Run) -> dict[str, Any]:
         "config": run.config.model_dump(mode="json"),
         "kernels": run.kernels,
         "data": restore.data_facts(run.source),
+        "schema": schema_as_json(run.schema),
         "world": run.world.size,
         "written_by": {"gem_core": __version__, "torch": torch.__version__, "time": datetime.now(UTC).isoformat(timespec="seconds")},
     }

@@ -6,6 +6,7 @@ it, and the SHA-256 of every other file).
 """
 
 import json
+import math
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -44,6 +45,12 @@ class Saved:
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self.index[name]["shape"])
 
+    def dtype(self, name: str) -> torch.dtype:
+        return DTYPES[self.index[name]["dtype"]]
+
+    def nbytes(self, name: str) -> int:
+        return self.dtype(name).itemsize * math.prod(self.shape(name))
+
     def fill(self, pieces: dict[str, Pieces]) -> None:
         """Copy saved values into pieces of the same names and shapes, reading only the rows they hold. Not collective: each process plans alone."""
         planner, reader = PieceLoader(), Reader(self.path, self.index)
@@ -54,7 +61,7 @@ class Saved:
 
     def tensor(self, name: str) -> Tensor:
         """One whole tensor on the CPU."""
-        whole = torch.empty(self.shape(name), dtype=DTYPES[self.index[name]["dtype"]])
+        whole = torch.empty(self.shape(name), dtype=self.dtype(name))
         self.fill({name: pieces_of(whole)})
         return whole
 

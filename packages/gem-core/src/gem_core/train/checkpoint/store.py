@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, StorageMeta, TensorProperties, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner, TensorWriteData, WriteItem
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
@@ -57,6 +57,7 @@ class FileFacts:
     size: int
 
 
+Shapes = Mapping[str, tuple[torch.dtype, Sequence[int]]]
 Finish = Callable[[Mapping[str, Any], Sequence[FileFacts]], None]
 
 
@@ -69,16 +70,20 @@ class Place:
     sizes: tuple[int, ...]
 
 
-def write_safetensors(path: Path, tensors: Sequence[tuple[str, Tensor]]) -> tuple[FileFacts, list[int]]:
-    """Write CPU tensors, widest dtype first so that each is aligned, flush them to disk, and return the first byte of each.
+def write_safetensors(path: Path, shapes: Shapes, load: Callable[[str], Tensor]) -> tuple[FileFacts, dict[str, int]]:
+    """Write tensors and flush them to disk; return the file's facts and the first byte of each tensor.
+
+    Args:
+        shapes: dtype and shape by name, widest dtype first, so that each tensor is aligned.
+        load: gives the tensor of a name; asked for one at a time.
 
     Raises:
         RunFailed: a value is not finite; the tensor is named.
     """
-    begin, header = 0, dict[str, Any]()
-    for key, tensor in tensors:
-        header[key] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, begin + tensor.nbytes]}
-        begin += tensor.nbytes
+    end, header = 0, dict[str, Any]()
+    for name, (dtype, shape) in shapes.items():
+        begin, end = end, end + dtype.itemsize * math.prod(shape)
+        header[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     digest = hashlib.sha256()
@@ -86,12 +91,13 @@ def write_safetensors(path: Path, tensors: Sequence[tuple[str, Tensor]]) -> tupl
         for block in (len(text).to_bytes(8, "little"), text):
             digest.update(block)
             file.write(block)
-        for key, tensor in tensors:
-            _refuse_non_finite(key, tensor)
+        for name in shapes:
+            tensor = load(name).detach().cpu()
+            _refuse_non_finite(name, tensor)
             _write(file, digest, tensor)
         os.fsync(file.fileno())
     data = 8 + len(text)
-    return FileFacts(path.name, digest.hexdigest(), data + begin), [data + header[key]["data_offsets"][0] for key, _ in tensors]
+    return FileFacts(path.name, digest.hexdigest(), data + end), {name: data + entry["data_offsets"][0] for name, entry in header.items()}
 
 
 def _write(file: Any, digest: Any, tensor: Tensor) -> None:
@@ -153,15 +159,19 @@ class Writer(StorageWriter):
         return future
 
     def _write_file(self, number: int, items: Sequence[WriteItem], planner: SavePlanner) -> list[WriteResult]:
-        tensors = []
-        for item in items:
-            tensor = planner.resolve_data(item)
+        by_key = {_key(item): item for item in items}
+
+        def load(key: str) -> Tensor:
+            tensor = planner.resolve_data(by_key[key])
             assert isinstance(tensor, Tensor)
-            tensors.append((_key(item), tensor.detach().cpu()))
-        file, begins = write_safetensors(self._folder / f"tensors-{self._rank}-{number}.safetensors", tensors)
+            return tensor
+
+        boxes = {key: _data(item) for key, item in by_key.items()}
+        shapes = {key: (data.properties.dtype, data.chunk.sizes) for key, data in boxes.items()}
+        file, begins = write_safetensors(self._folder / f"tensors-{self._rank}-{number}.safetensors", shapes, load)
         return [
-            WriteResult(index=item.index, size_in_bytes=tensor.nbytes, storage_data=Place(file, begin, tuple(tensor.shape)))
-            for item, (_, tensor), begin in zip(items, tensors, begins, strict=True)
+            WriteResult(index=item.index, size_in_bytes=_bytes(item), storage_data=Place(file, begins[key], tuple(boxes[key].chunk.sizes)))
+            for key, item in by_key.items()
         ]
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -190,10 +200,18 @@ class Writer(StorageWriter):
         return None
 
 
+def _data(item: WriteItem) -> TensorWriteData:
+    assert item.tensor_data is not None
+    return item.tensor_data
+
+
+def _bytes(item: WriteItem) -> int:
+    return _data(item).properties.dtype.itemsize * math.prod(_data(item).chunk.sizes)
+
+
 def _key(item: WriteItem) -> str:
     """The tensor's name, and after an @ where the box begins if it is not the whole."""
-    data = item.tensor_data
-    assert data is not None
+    data = _data(item)
     return item.index.fqn if data.chunk.sizes == data.size else f"{item.index.fqn}@{','.join(map(str, data.chunk.offsets))}"
 
 
@@ -201,19 +219,13 @@ def _in_files(items: Sequence[WriteItem]) -> list[list[WriteItem]]:
     """Items in files of about ``FILE_BYTES``, widest dtype first."""
     groups: list[list[WriteItem]] = []
     room = 0
-    for item in sorted(items, key=lambda item: -_width(item)):
+    for item in sorted(items, key=lambda item: -_data(item).properties.dtype.itemsize):
         if not groups or room <= 0:
             groups.append([])
             room = FILE_BYTES
         groups[-1].append(item)
-        assert item.tensor_data is not None
-        room -= _width(item) * math.prod(item.tensor_data.chunk.sizes)
+        room -= _bytes(item)
     return groups
-
-
-def _width(item: WriteItem) -> int:
-    assert item.tensor_data is not None
-    return item.tensor_data.properties.dtype.itemsize
 
 
 class Reader(StorageReader):
