@@ -8,6 +8,7 @@ Each memory figure is measured in a process of its own. The median of the rounds
 import argparse
 import csv
 import datetime
+import gc
 import multiprocessing
 import os
 import platform
@@ -15,6 +16,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -71,9 +73,10 @@ def ours(folder: Path, window: int = 16_384) -> int:
 
 
 class PerRow(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
-    """The usual data set: a table in memory, a dictionary of tensors for each row."""
+    """The usual data set: a table in memory, a dictionary of tensors for each row, made from Arrow's memory or from Python's lists."""
 
-    def __init__(self, table: pa.Table) -> None:
+    def __init__(self, table: pa.Table, *, python: bool) -> None:
+        self.python = python
         self.lists = {name: table[name].combine_chunks() for name in COLUMNS}
         self.scalars = {name: table[name].to_numpy() for name in ("item", "price", "click")}
 
@@ -81,7 +84,8 @@ class PerRow(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         return len(self.scalars["item"])
 
     def __getitem__(self, row: int) -> dict[str, torch.Tensor]:
-        out = {name: torch.tensor(column[row].values.to_numpy()) for name, column in self.lists.items()}
+        values = [column[row].as_py() if self.python else column[row].values.to_numpy() for column in self.lists.values()]
+        out = {name: torch.tensor(value) for name, value in zip(self.lists, values, strict=True)}
         return out | {name: torch.tensor(column[row]) for name, column in self.scalars.items()}
 
 
@@ -90,8 +94,8 @@ def padded(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     return out | {name: torch.stack([row[name] for row in rows]) for name in ("item", "price", "click")}
 
 
-def per_row(folder: Path) -> int:
-    data = PerRow(pa.parquet.read_table(folder / "train.parquet"))
+def per_row(folder: Path, *, python: bool = False) -> int:
+    data = PerRow(pa.parquet.read_table(folder / "train.parquet"), python=python)
     loader = torch.utils.data.DataLoader(data, batch_size=BATCH, shuffle=True, num_workers=2, collate_fn=padded)
     return sum(len(batch["item"]) for batch in loader)
 
@@ -117,23 +121,34 @@ WAYS: dict[str, Callable[[Path], int]] = {
     "pyarrow scan": scan,
     "gem_data files": ours,
     "gem_data files in a worker process": in_process,
-    "per-row Dataset, padding collate": per_row,
+    "per-row Dataset of arrays, padding collate": per_row,
+    "per-row Dataset of lists, padding collate": partial(per_row, python=True),
 }
 
 
 def rates(folder: Path, rows: int, rounds: int) -> Iterator[dict[str, Any]]:
-    """Rows a second of each way; the rounds alternate between them, after one that is not counted."""
+    """Rows a second of each way, and processor time a row; the rounds alternate between the ways, after one that is not counted."""
     seconds: dict[str, list[float]] = {name: [] for name in WAYS}
+    busy: dict[str, list[float]] = {name: [] for name in WAYS}
     for turn in range(rounds + 1):
         for name, way in WAYS.items():
-            begun = time.perf_counter()
+            begun, worked = time.perf_counter(), sum(os.times()[:4])
             assert way(folder) == rows
+            gc.collect()  # joins what worker processes are left, so that their time counts
             if turn:
                 seconds[name].append(time.perf_counter() - begun)
+                busy[name].append(sum(os.times()[:4]) - worked)
     scanned = statistics.median(seconds["pyarrow scan"])
     for name, taken in seconds.items():
         middle = statistics.median(taken)
-        yield {"what": name, "unit": "rows/s", "value": round(rows / middle), "of_scan": round(scanned / middle, 3)}
+        cpu = statistics.median(busy[name]) / rows
+        yield {
+            "what": name,
+            "unit": "rows/s",
+            "value": round(rows / middle),
+            "of_scan": round(scanned / middle, 3),
+            "cpu_us_a_row": round(1e6 * cpu, 1),
+        }
 
 
 def _peak(task: str, folder: Path, window: int, sender: Any) -> None:
@@ -179,7 +194,7 @@ def main() -> None:
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "hardware": f"{os.cpu_count()} cores of {_processor()}",
         "versions": f"python {platform.python_version()}, torch {torch.__version__}, pyarrow {pa.__version__}",
-        "load": round(os.getloadavg()[0], 2),
+        "load_before": round(os.getloadavg()[0], 2),
     }
     records = []
     with tempfile.TemporaryDirectory() as name:
@@ -193,7 +208,7 @@ def main() -> None:
     for record in records:
         print(record)
     if given.out:
-        fields = ["what", "unit", "value", "of_scan", "rows", *about]
+        fields = ["what", "unit", "value", "of_scan", "cpu_us_a_row", "rows", *about]
         with (given.out / "cpu_feed.csv").open("w", newline="") as file:
             writer = csv.DictWriter(file, fields)
             writer.writeheader()

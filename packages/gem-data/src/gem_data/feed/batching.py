@@ -6,14 +6,12 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
 from gem_data.feed.balance import CostModel, EqualCost, Floats, bbs, lpt, spread
-from gem_data.feed.part import Part
+from gem_data.feed.part import Ints, Part, Picked
 
 log = logging.getLogger("gem_data.feed")
 
-Ints = NDArray[np.int64]
 Balance = Literal["none", "bbs", "lpt", "cost"]
 
 
@@ -21,67 +19,89 @@ Balance = Literal["none", "bbs", "lpt", "cost"]
 class Planned:
     """A batch to be: parts and the rows of each, and the rows of its step over all ranks (0 where other ranks' rows are not known)."""
 
-    picked: tuple[tuple[Part, Ints], ...]
+    picked: Picked
     global_rows: int
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """A loaded window: its rows in the order of training, and the sizes of its batches here and over all ranks."""
+    """A loaded window.
 
-    part: Part
+    Args:
+        parts: its units, one or more.
+        order: its rows in the order of training, counted over all parts.
+        sizes: rows of its batches here; ``globals`` over all ranks.
+    """
+
+    parts: tuple[Part, ...]
     order: Ints
     sizes: tuple[int, ...]
     globals: tuple[int, ...]
+
+    def plain(self) -> list[Ints]:
+        """The batches as they come."""
+        return np.split(self.order, np.cumsum(self.sizes)[:-1]) if self.sizes else []
+
+    def balanced(self, balance: Balance, cost: CostModel) -> list[Ints]:
+        """The batches with their rows exchanged so that they cost about the same."""
+        batch = (bbs if balance == "bbs" else lpt)(costs_of(self.parts, cost)[self.order], self.sizes)
+        return [self.order[batch == i] for i in range(len(self.sizes))]
+
+
+def costs_of(parts: Sequence[Part], cost: CostModel) -> Floats:
+    """``[rows]`` of all parts."""
+    return np.concatenate([cost.of(part.tokens, part.pairs) for part in parts])
+
+
+def pick(parts: Sequence[Part], rows: Ints) -> Picked:
+    """``rows``, counted over all parts, as the rows of each part; a batch without rows names a part all the same, for its columns."""
+    starts = np.cumsum([0, *(part.rows for part in parts)])
+    which = np.searchsorted(starts, rows, "right") - 1
+    used = np.unique(which).tolist() or [0]
+    return tuple((parts[p], rows[which == p] - starts[p]) for p in used)
 
 
 def by_rows(windows: Iterator[Window], balance: Balance, cost: CostModel) -> Iterator[Planned]:
     """Batches of the sizes that the windows state, of balanced cost if asked for: no row leaves its window."""
     told = balance == "none"
     for window in windows:
-        plain = np.split(window.order, np.cumsum(window.sizes)[:-1]) if window.sizes else []
-        batches = plain if balance == "none" else _balanced(window, balance, cost)
+        batches = window.plain() if balance == "none" else window.balanced(balance, cost)
         if not told and len(batches) > 1:
             told = True
-            tell_mix(balance, _mixed(cost, [window.part]), plain, batches)
+            tell_mix(balance, _mixed(cost, window.parts), window.plain(), batches)
         for rows, together in zip(batches, window.globals, strict=True):
-            yield Planned(((window.part, rows),), together)
+            yield Planned(pick(window.parts, rows), together)
 
 
 def by_cost(windows: Iterator[Window], target: float, cost: CostModel, *, fill: bool) -> Iterator[Planned]:
     """Batches that cost ``target``; rows that a window has left wait for the next one."""
-    cutter = EqualCost(target, fill=fill)
-    parts: list[Part] = []
-    told = False
-    which, rows, costs = np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0)
+    cutter, told = EqualCost(target, fill=fill), not fill
+    parts: tuple[Part, ...] = ()
+    rows = np.zeros(0, np.int64)
     coming: Window | None = next(windows, None)
     while coming is not None:
-        part, order = coming.part, coming.order
+        rows = np.concatenate([rows, coming.order + sum(part.rows for part in parts)])
+        parts += coming.parts
         del coming  # only the parts that still have rows are kept while the next window is loaded
-        parts.append(part)
-        which = np.concatenate([which, np.full(order.size, len(parts) - 1)])
-        rows = np.concatenate([rows, order])
-        costs = np.concatenate([costs, cost.of(part.tokens, part.pairs)[order]])
         coming = next(windows, None)
-        batches = cutter.cut(costs, last=coming is None)
-        if fill and not told and len(batches) > 1:
+        batches = [rows[batch] for batch in cutter.cut(costs_of(parts, cost)[rows], last=coming is None)]
+        if not told and len(batches) > 1:
             told = True
-            flat = np.cumsum([0, *(part.rows for part in parts)])[which] + rows
-            tell_mix("cost", _mixed(cost, parts), np.array_split(flat, len(batches)), [flat[batch] for batch in batches])
+            tell_mix("cost", _mixed(cost, parts), np.array_split(rows, len(batches)), batches)
         for batch in batches:
-            used = np.unique(which[batch])
-            yield Planned(tuple((parts[p], rows[batch[which[batch] == p]]) for p in used.tolist()), 0)
+            yield Planned(pick(parts, batch), 0)
         if batches:
-            gone = np.concatenate(batches)
-            which, rows, costs = np.delete(which, gone), np.delete(rows, gone), np.delete(costs, gone)
-        kept, which = np.unique(which, return_inverse=True)
-        parts = [parts[p] for p in kept.tolist()]
+            rows = rows[~np.isin(rows, np.concatenate(batches))]
+        parts, rows = _still_needed(parts, rows)
 
 
-def _balanced(window: Window, balance: Balance, cost: CostModel) -> list[Ints]:
-    costs = cost.of(window.part.tokens, window.part.pairs)[window.order]
-    batch = (bbs if balance == "bbs" else lpt)(costs, window.sizes)
-    return [window.order[batch == i] for i in range(len(window.sizes))]
+def _still_needed(parts: Sequence[Part], rows: Ints) -> tuple[tuple[Part, ...], Ints]:
+    """The parts that have some of the rows, and the rows counted over those."""
+    starts = np.cumsum([0, *(part.rows for part in parts)])
+    which = np.searchsorted(starts, rows, "right") - 1
+    kept, place = np.unique(which, return_inverse=True)
+    left = tuple(parts[p] for p in kept.tolist())
+    return left, rows - starts[which] + np.cumsum([0, *(part.rows for part in left)])[place]
 
 
 def tell_mix(balance: str, columns: Mapping[str, Floats], plain: Sequence[Ints], batches: Sequence[Ints]) -> None:
@@ -97,9 +117,8 @@ def mix_records(window: Window, cost: CostModel) -> list[dict[str, Any]]:
     Quantities are the slowest batch (its cost over the average, less 1), rows of a batch, and the spread over batches of the mean cost, label rates,
     numbers and time of their rows.
     """
-    columns = _mixed(cost, [window.part])
-    ways: dict[str, list[Ints]] = {"none": np.split(window.order, np.cumsum(window.sizes)[:-1])}
-    ways |= {"bbs": _balanced(window, "bbs", cost), "lpt": _balanced(window, "lpt", cost)}
+    columns = _mixed(cost, window.parts)
+    ways: dict[str, list[Ints]] = {"none": window.plain(), "bbs": window.balanced("bbs", cost), "lpt": window.balanced("lpt", cost)}
     target = float(columns["cost"].sum()) / len(window.sizes)
     ways["cost"] = [window.order[rows] for rows in EqualCost(target, fill=True).cut(columns["cost"][window.order], last=True)]
     costs = {way: np.array([columns["cost"][rows].sum() for rows in batches]) for way, batches in ways.items()}

@@ -8,11 +8,7 @@ from torch import Tensor
 
 from gem_core.batch import Batch, Jagged, KeyedJagged
 from gem_core.spec import DataSchema
-from gem_data.feed.part import Column, Ints, Part
-
-Picked = Sequence[tuple[Part, Ints]]
-"""Parts, and the rows wanted of each."""
-
+from gem_data.feed.part import Column, Ints, Picked
 
 DTYPES = {"int64": torch.int64, "float32": torch.float32, "bool": torch.bool}
 

@@ -67,24 +67,5 @@ class Part:
         return Part(self.origin[rows], scalars, lists, self.tokens[rows], self.pairs[rows])
 
 
-def join(parts: Sequence[Part]) -> Part:
-    """All rows of one part or more, in order."""
-    first = parts[0]
-    if len(parts) == 1:
-        return first
-    return Part(
-        np.concatenate([p.origin for p in parts]),
-        {name: np.concatenate([p.scalars[name] for p in parts]) for name in first.scalars},
-        {name: _join_lists([p.lists[name] for p in parts]) for name in first.lists},
-        np.concatenate([p.tokens for p in parts]),
-        np.concatenate([p.pairs for p in parts]),
-    )
-
-
-def _join_lists(groups: Sequence[Lists]) -> Lists:
-    begins, base = [], 0
-    for group in groups:
-        begins.append(group.begin + base)
-        base += next(iter(group.values.values())).size
-    values = {name: np.concatenate([group.values[name] for group in groups]) for name in groups[0].values}
-    return Lists(np.concatenate(begins), np.concatenate([group.length for group in groups]), values)
+Picked = Sequence[tuple[Part, Ints]]
+"""Parts, and the rows wanted of each: what a batch is gathered from."""

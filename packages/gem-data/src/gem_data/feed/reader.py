@@ -1,4 +1,4 @@
-"""The files of a split: their columns checked, their units read, decoded and joined into windows."""
+"""The files of a split: their columns checked, their units read, decoded and put together to windows."""
 
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ from gem_data.feed.batching import Window
 from gem_data.feed.cursor import Trained
 from gem_data.feed.decode import Columns, Decoder
 from gem_data.feed.order import Ints, Slice, shuffle_keys
-from gem_data.feed.part import Part, join
+from gem_data.feed.part import Part
 from gem_data.feed.units import Place, Unit, UnitFile, list_units, open_units
 
 REQUEST_ROW = "request_row"
@@ -79,10 +79,12 @@ class Reader:
             rows = own.left(piece.unit, piece.rows)
             if rows.size:
                 parts.append(self._unit(piece.unit).take(rows))
-        part = join(parts) if parts else self._unit(asked.pieces[0].unit if asked.pieces else 0).take(np.zeros(0, np.int64))
-        order = np.arange(part.rows) if seed is None else np.argsort(shuffle_keys(part.origin, seed, epoch), kind="stable")
-        skipped = _done_batches(asked.sizes, part.rows)
-        return Window(part, order, asked.sizes[skipped:], asked.globals[skipped:])
+        if not parts:  # a batch without rows has columns all the same
+            parts = [self._unit(asked.pieces[0].unit if asked.pieces else 0).take(np.zeros(0, np.int64))]
+        origin = np.concatenate([part.origin for part in parts])
+        order = np.arange(origin.size) if seed is None else np.argsort(shuffle_keys(origin, seed, epoch), kind="stable")
+        skipped = _done_batches(asked.sizes, origin.size)
+        return Window(tuple(parts), order, asked.sizes[skipped:], asked.globals[skipped:])
 
     def _unit(self, number: int) -> Part:
         """A decoded unit. The last one is kept: a window often ends inside of a unit, and the next one begins there."""
