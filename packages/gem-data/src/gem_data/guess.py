@@ -51,6 +51,8 @@ class Column:
         self.listed = bool(pa.types.is_list(values.type) or pa.types.is_large_list(values.type) or pa.types.is_fixed_size_list(values.type))
         self.array = values
         self.values = (values.flatten() if self.listed else values).drop_null()
+        if pa.types.is_float16(self.values.type):  # older versions of pyarrow compute nothing with these
+            self.values = pa.array(self.values.to_numpy(zero_copy_only=False).astype(np.float32))
         self.inner: pa.DataType = self.values.type
         self.fractional = bool(pa.types.is_floating(self.inner) or pa.types.is_decimal(self.inner))
         self.textual = is_text(self.inner)
