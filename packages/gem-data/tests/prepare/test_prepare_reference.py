@@ -29,7 +29,7 @@ def draw_tables(seed: int) -> tuple[list[Row], list[Row]]:
         {
             "user": maybe(draw.randrange(3)),
             "time": maybe(draw.randrange(-3, 13)),
-            "item": draw.randrange(1, 10),
+            "item": maybe(draw.randrange(1, 10)),
             "click": draw.choice([0, 1, 1, None, -1]),
             "request": draw.randrange(5),
         }
@@ -89,7 +89,11 @@ def reference(log: list[Row], bought: list[Row], o: dict[str, Any]) -> tuple[dic
     for number, row in enumerate(log):
         reason = "no user" if row["user"] is None else "no time" if row["time"] is None else None
         if reason is None:
-            found = [b["time"] - row["time"] for b in bought if (b["user"], b["item"]) == (row["user"], row["item"]) and b["time"] >= row["time"]]
+            found = [
+                b["time"] - row["time"]
+                for b in bought
+                if (b["user"], b["item"]) == (row["user"], row["item"]) and b["time"] >= row["time"] and b["item"] is not None
+            ]
             delay = min(found, default=None)
             bought_in_time = delay is not None and delay <= o["within"]
             closed = row["time"] + o["within"] <= end
@@ -118,7 +122,7 @@ def reference(log: list[Row], bought: list[Row], o: dict[str, Any]) -> tuple[dic
 
 
 def history(log: list[Row], user: int, at: int, o: dict[str, Any]) -> list[tuple[int, int]]:
-    events = [(r["time"], n, r["item"]) for n, r in enumerate(log) if r["click"] == 1 and r["user"] == user and r["time"] is not None]
+    events = [(r["time"], n, r["item"] or 0) for n, r in enumerate(log) if r["click"] == 1 and r["user"] == user and r["time"] is not None]
     before = [(time, item) for time, _, item in sorted(events) if time < at - o["lag"] and (o["window"] is None or time >= at - o["window"])]
     return before[-o["last"] :]
 
@@ -134,7 +138,7 @@ def written(rows: list[Row]) -> list[tuple[Any, ...]]:
 
 
 def expected(rows: list[Row]) -> list[tuple[Any, ...]]:
-    return [(r["user"], r["request"], r["time"], r["item"], r["ctr"], r["seen"], r["cvr"], r["closed"], r["delay"], r["clicks"]) for r in rows]
+    return [(r["user"], r["request"], r["time"], r["item"] or 0, r["ctr"], r["seen"], r["cvr"], r["closed"], r["delay"], r["clicks"]) for r in rows]
 
 
 def lay_out(shop: Any, log: list[Row], bought: list[Row], o: dict[str, Any]) -> None:
