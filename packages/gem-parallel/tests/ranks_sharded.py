@@ -4,6 +4,7 @@ usage: ranks_sharded.py FOLDER RANK WORLD
 """
 
 import sys
+from collections import Counter
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,11 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "bf16 wire": ("sgd", {"sharding": "table_wise", "forward_comm": "bf16", "backward_comm": "fp16"}),
 }
 """Optimiser and options by name."""
+MEASURED: dict[str, tuple[str, dict[str, Any]]] = {
+    "table_wise": ("rowwise_adagrad", {"sharding": "table_wise"}),
+    "row_wise": ("rowwise_adagrad", {"sharding": "row_wise", "dtype": "fp16"}),
+}
+"""Layouts whose bytes are counted beside two of ``LAYOUTS``."""
 
 
 def sharded(optimizer: str, sharding: str = "auto", **options: Any) -> TorchRecEmbeddings:
@@ -75,6 +81,34 @@ def layouts(folder: Path, rank: int, world: int) -> dict[str, Any]:
         saved[name]["again"] = again.export_tables()
     saved["refused"] = refused(world)
     return saved
+
+
+def measured(rank: int, world: int) -> dict[str, dict[str, int]]:
+    """Bytes that torchrec sends in one step, by layout; every rank looks up the same rows, so that averages over ranks are exact."""
+    counted: dict[str, dict[str, int]] = {}
+    whole, phase = dist.all_to_all_single, ["vectors"]
+
+    def counting(*given: Any, **words: Any) -> Any:
+        values, splits = words.get("input", given[1] if len(given) > 1 else None), words.get("input_split_sizes")
+        splits = given[3] if len(given) > 3 else splits
+        if splits is not None:  # without: the counts that come first
+            row = values[:1].numel() * values.element_size()
+            sent[phase[0] if values.is_floating_point() else "ids"] += (sum(splits) - splits[rank]) * row
+        return whole(*given, **words)
+
+    dist.all_to_all_single = counting  # type: ignore[assignment]
+    for name, (optimizer, options) in {**MEASURED, "mixed": LAYOUTS["mixed"], "columns": LAYOUTS["columns"]}.items():
+        engine = sharded(optimizer, **options)
+        sent = counted[name] = Counter()
+        phase[0] = "vectors"
+        out = engine(pack(global_rows(0)))
+        phase[0] = "gradients"
+        torch.stack([vectors.sum() for vectors in out.values()]).sum().backward()
+        engine.step()
+        counted[name] = dict(sent) | engine.traffic.take()
+        counted[name]["held"] = sum(t.numel() * t.element_size() for piece in engine._slices for t in piece.tensors.values())
+    dist.all_to_all_single = whole
+    return counted
 
 
 def refused(world: int) -> dict[str, str]:
@@ -176,6 +210,7 @@ def main(folder: Path, rank: int, world: int) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world, timeout=timedelta(seconds=100))
     saved: dict[str, Any] = {"layouts": layouts(folder, rank, world)}
+    saved["measured"] = measured(rank, world)
     if world == 2:
         saved |= whole(rank, world)
     torch.save(saved, folder / f"rank{rank}.pt")

@@ -57,7 +57,8 @@ def test_what_is_written_is_read(tmp_path_factory: pytest.TempPathFactory, names
         ("ranks = [0]", "ranks = [4]", "do not suit table"),
         ("ranks = [0]", "ranks = [1, 2]", "do not suit table"),
         ("ranks = [0]", "ranks = []", "ranks"),
-        ("ranks = [0, 1, 2, 3]", "ranks = [0, 1, 2]", "do not suit table"),
+        ("ranks = [0]\n", "", "left out do not suit table"),
+        ('sharding = "row_wise"', 'sharding = "row_wise"\nranks = [0, 1, 2, 3]', "do not suit table 'item'"),
     ],
 )
 def test_a_plan_that_no_longer_fits_is_refused(tmp_path: Path, old: str, new: str, words: str) -> None:

@@ -13,12 +13,14 @@ def gem_embedding_engines() -> Sequence[EmbeddingEngine]:
             summary="fbgemm tables updated inside backward; sharded over ranks by torchrec",
             load="gem_parallel.sparse.engine:TorchRecEmbeddings",
             options="gem_parallel.sparse.options:TorchRecOptions",
+            plan="gem_parallel.sparse.planning:plan_torchrec",
         ),
         EmbeddingEngine(
             name="sharded_2d",
             summary="tables and optimiser state fully sharded over shard groups and replicas, exact",
             load="gem_parallel.sparse.sharded2d:Sharded2DEmbeddings",
             options="gem_parallel.sparse.options:Sharded2DOptions",
+            plan="gem_parallel.sparse.planning:plan_sharded_2d",
         ),
     ]
 

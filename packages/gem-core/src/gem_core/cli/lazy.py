@@ -15,6 +15,7 @@ OWN = {
     "checkpoint": ("gem_core.cli.checkpoint:app", "What a checkpoint holds, whether it is whole, how two differ; export."),
     "plugins": ("gem_core.cli.plugins:app", "What is installed: plugins and what each one declares."),
     "kernels": ("gem_core.cli.kernels:app", "Which backend runs each op here, and why the others do not."),
+    "plan": ("gem_core.cli.plan:plan", "Where tables would lie on any number of ranks: placement, memory, communication."),
     "config": ("gem_core.cli.config:app", "Every value of a configuration with its origin; the JSON schema."),
     "recipes": ("gem_core.cli.recipes:app", "The configurations that are shipped."),
     "doctor": ("gem_core.cli.doctor:doctor", "Check this machine: versions, native libraries, devices, plugins."),

@@ -32,6 +32,7 @@ from gem_core.spec.kernels import DEVICES, DTYPES, KernelImpl, KernelRequest, Op
 from gem_core.spec.markers import ENTRY_POINT_GROUP, PROJECT, hookimpl, hookspec
 from gem_core.spec.models import Model, ModelSpec
 from gem_core.spec.parallel import STAGES, ParallelContext, ParallelStrategy, Strategy, Tier, Topology
+from gem_core.spec.plan import BatchFacts, EmbeddingPlan, TablePlan
 from gem_core.spec.precision import Precision, PrecisionDecision, PrecisionRecipe
 
 __all__ = [
@@ -41,6 +42,7 @@ __all__ = [
     "ENTRY_POINT_GROUP",
     "PROJECT",
     "STAGES",
+    "BatchFacts",
     "CheckpointInfo",
     "CliCommand",
     "CountsUnknownIds",
@@ -48,6 +50,7 @@ __all__ = [
     "DataSource",
     "DenseFeature",
     "EmbeddingEngine",
+    "EmbeddingPlan",
     "Embeddings",
     "GemError",
     "IdFeature",
@@ -74,6 +77,7 @@ __all__ = [
     "SparseOptimizer",
     "StepInfo",
     "Strategy",
+    "TablePlan",
     "TableSlice",
     "TableSpec",
     "Task",

@@ -59,12 +59,15 @@ class EmbeddingEngine:
         summary: one line for tables.
         load: ``module:callable(tables, optimizer, *, device, seed, **options) -> Embeddings``.
         options: optional ``module:class`` of the pydantic model that validates the options.
+        plan: optional ``module:callable(tables, optimizer, *, topology, facts, **options) -> EmbeddingPlan`` for ``gem plan``. It needs no process
+            group and no device; a MachineError says that the tables do not fit.
     """
 
     name: str
     summary: str
     load: str
     options: str | None = None
+    plan: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

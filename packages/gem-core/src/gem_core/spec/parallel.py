@@ -20,12 +20,17 @@ class Tier:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Topology:
-    """The machine: ``world`` ranks on ``device`` devices, innermost tier first. ``source`` says who found it."""
+    """The machine: ``world`` ranks on ``device`` devices, innermost tier first. ``source`` says who found it.
+
+    ``memory`` is that of one device in bytes and ``memory_bandwidth`` its speed in bytes a second; None where nobody knows.
+    """
 
     world: int
     device: str
     tiers: tuple[Tier, ...] = ()
     source: str = "unknown"
+    memory: int | None = None
+    memory_bandwidth: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

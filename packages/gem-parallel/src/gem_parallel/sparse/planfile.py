@@ -13,6 +13,9 @@ from gem_parallel.sparse.options import Layout, Memory
 from gem_parallel.sparse.placement import Place
 
 FORMAT = 1
+EVERYWHERE = ("data_parallel", "row_wise")
+"""Layouts that have no choice of ranks."""
+
 _AGAIN = "Write the plan anew: `gem plan --write FILE`."
 
 
@@ -23,7 +26,8 @@ class _Table(BaseModel):
     rows: int
     dim: int
     sharding: Layout
-    ranks: list[Annotated[int, Field(ge=0)]] = Field(min_length=1)
+    ranks: list[Annotated[int, Field(ge=0)]] | None = Field(default=None, min_length=1)
+    """Left out where every rank holds a part or a copy."""
     memory: Memory
 
 
@@ -47,7 +51,7 @@ def write_plan(places: Mapping[str, Place], tables: Sequence[TableSpec], world: 
             f"rows = {table.rows}",
             f"dim = {table.dim}",
             f'sharding = "{placed.sharding}"',
-            f"ranks = {list(placed.ranks)}",
+            *([] if placed.sharding in EVERYWHERE else [f"ranks = {list(placed.ranks)}"]),
             f'memory = "{placed.memory}"',
         ]
     return "\n".join(lines) + "\n"
@@ -88,16 +92,20 @@ def read_plan(path: str, tables: Sequence[TableSpec], world: int) -> dict[str, P
             so = f"table {entry.name!r} has {entry.rows} rows of width {entry.dim} in it, and {table.rows} of width {table.dim} here"
             raise RequestError(asked, so, _AGAIN)
         _check_ranks(asked, entry, world)
-    return {entry.name: Place(sharding=entry.sharding, ranks=tuple(entry.ranks), memory=entry.memory) for entry in plan.table}
+    everyone = range(world)
+    return {e.name: Place(sharding=e.sharding, ranks=tuple(everyone if e.ranks is None else e.ranks), memory=e.memory) for e in plan.table}
 
 
 def _check_ranks(asked: str, entry: _Table, world: int) -> None:
-    everyone = list(range(world))
-    if entry.sharding in ("data_parallel", "row_wise"):
-        sound = entry.ranks == everyone
+    ranks = entry.ranks
+    if entry.sharding in EVERYWHERE:
+        sound = ranks is None
+    elif ranks is None or len(set(ranks)) < len(ranks) or max(ranks) >= world:
+        sound = False
     elif entry.sharding == "table_wise":
-        sound = len(entry.ranks) == 1
+        sound = len(ranks) == 1
     else:
-        sound = len(set(entry.ranks)) == len(entry.ranks) and (entry.sharding != "column_wise" or entry.dim % (4 * len(entry.ranks)) == 0)
-    if not sound or max(entry.ranks) >= world:
-        raise RequestError(asked, f"ranks {entry.ranks} do not suit table {entry.name!r} with sharding {entry.sharding!r} on {world} ranks", _AGAIN)
+        sound = entry.sharding != "column_wise" or entry.dim % (4 * len(ranks)) == 0
+    if not sound:
+        so = f"ranks {ranks or 'left out'} do not suit table {entry.name!r} with sharding {entry.sharding!r} on {world} ranks"
+        raise RequestError(asked, so, _AGAIN)

@@ -15,7 +15,7 @@ from gem_parallel.sparse.native import load_fbgemm, load_torchrec, quiet_logging
 from gem_parallel.sparse.placement import Place
 from gem_parallel.sparse.shards import slices_of, tbe_options
 
-_KERNELS = {"device": "fused", "uvm": "fused_uvm", "uvm_cached": "fused_uvm_caching"}
+KERNELS = {"device": "fused", "uvm": "fused_uvm", "uvm_cached": "fused_uvm_caching"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,7 +49,7 @@ class ShardedGroup:
         self._bags = bags
         self._pool_here = {feature: table.pooling for table in tables for feature in table.features if not bags and table.pooling != "none"}
         names = {f"t{i}": table for i, table in enumerate(tables)}  # torchrec takes module names, which hold no dots
-        sharder, module = _collection(names, optimizer, bags=bags, storage=storage)
+        sharder, module = collection(names, optimizer, bags=bags, storage=storage)
         with quiet_logging():
             plan = _plan(module, sharder, {name: places[table.name] for name, table in names.items()}, device, copies)
             self.module = sharder.shard(module, plan, _environment(copies), device)
@@ -97,8 +97,8 @@ def pool(vectors: Tensor, offsets: Tensor, pooling: str) -> Tensor:
     return total / lengths.clamp(min=1)[:, None] if pooling == "mean" else total
 
 
-def _collection(tables: Mapping[str, TableSpec], optimizer: SparseOptimizer, *, bags: bool, storage: Storage) -> tuple[Any, Any]:
-    """torchrec's sharder and the collection on the meta device."""
+def collection(tables: Mapping[str, TableSpec], optimizer: SparseOptimizer, *, bags: bool, storage: Storage) -> tuple[Any, Any]:
+    """torchrec's sharder and the collection of the tables, by module name, on the meta device."""
     from torchrec.distributed.embedding import EmbeddingCollectionSharder
     from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
     from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, EmbeddingConfig, PoolingType
@@ -142,7 +142,7 @@ def _plan(module: Any, sharder: Any, places: Mapping[str, Place], device: torch.
     plan = construct_module_sharding_plan(module, makers, sharder=sharder, **words)
     for name, parameter in plan.items():
         # torchrec's default is its dense kernel, which leaves the update to an optimiser and corrupts memory on the CPU
-        parameter.compute_kernel = _KERNELS[places[name].memory]
+        parameter.compute_kernel = KERNELS[places[name].memory]
         parameter.ranks = [copies.world_rank(rank) for rank in parameter.ranks]
         for shard in parameter.sharding_spec.shards:
             shard.placement._rank = copies.world_rank(shard.placement.rank())
