@@ -58,7 +58,7 @@ DEFINITION: dict[str, Any] = {
 }
 CASES: dict[str, tuple[pa.DataType, dict[str, Any]]] = {
     "texts, by time": (pa.string(), {}),
-    "uint64, by request": (pa.uint64(), {"split": {"kind": "hash", "test_fraction": 0.3}}),
+    "uint64, by request": (pa.uint64(), {"split": {"kind": "hash", "test_fraction": 0.3}, "impressions": {"table": "log"}}),
     "int64, by position": (pa.int64(), {"split": {"kind": "user_fraction", "train_fraction": 0.7}, "impressions": {"table": "log"}}),
 }
 

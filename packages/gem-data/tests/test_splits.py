@@ -63,8 +63,16 @@ def test_the_hash_is_the_md5_of_seed_and_key(key: int | str, share: float, seed:
     condition = condition_of(SPLIT.validate_python({"kind": "hash", "by": "user", "test_fraction": share, "seed": seed}))
     digest = hashlib.md5(f"{seed}:{key}".encode()).hexdigest()
     expected = int(digest[:15], 16) < round(share * 1000) * 16**15 // 1000
-    (found,) = duckdb.execute(f"SELECT {condition} FROM (SELECT ? AS gem_user)", [key]).fetchall()
+    (found,) = duckdb.execute(f"SELECT {condition} FROM (SELECT ? AS gem_user, 3 AS gem_row)", [key]).fetchall()
     assert bool(found[0]) == expected
+
+
+def test_rows_without_a_request_are_drawn_one_by_one() -> None:
+    condition = condition_of(SPLIT.validate_python({"kind": "hash", "test_fraction": 0.5}))
+    rows = "SELECT CAST(NULL AS STRING) AS gem_request, k AS gem_row FROM range(40) t(k)"
+    drawn = [bool(found) for (found,) in duckdb.sql(f"SELECT {condition} FROM ({rows}) ORDER BY gem_row").fetchall()]
+    assert drawn == [int(hashlib.md5(f"0:row {k}".encode()).hexdigest()[:15], 16) < 16**15 // 2 for k in range(40)]
+    assert set(drawn) == {True, False}
 
 
 def test_the_hash_draws_its_share_evenly() -> None:

@@ -88,7 +88,9 @@ def test_condition(split: Split) -> str:
         case LeaveLastSplit(last=last):
             return f"gem_position >= gem_user_rows - {last}"
         case HashSplit(by=by, test_fraction=share, seed=seed):
-            return hash_below(f"concat('{seed}:', CAST(gem_{by} AS STRING))", share)
+            # Engines differ on joining a text with nothing; a row without a request is drawn by itself.
+            key = f"COALESCE(CAST(gem_{by} AS STRING), concat('row ', CAST(gem_row AS STRING)))"
+            return hash_below(f"concat('{seed}:', {key})", share)
 
 
 class SplitWarning(UserWarning):

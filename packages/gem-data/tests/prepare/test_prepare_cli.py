@@ -108,3 +108,12 @@ def test_sampling_leaves_histories_and_split_alone(shop: Any, tmp_path: Path) ->
     for row in shop.rows(name="out-0.5-0"):
         assert row == whole[row["_user"], row["_time"]]
     assert shop.rows("test", "out-0.5-0") == shop.rows("test")
+
+
+@pytest.mark.parametrize(("rows", "fraction", "test"), [(3, 0.1, 1), (10, 0.1, 1), (11, 0.1, 1), (20, 0.1, 2), (3, 0.9, 2), (2, 0.5, 1)])
+def test_the_time_split_begins_at_the_ceiling_and_leaves_a_test_row(shop: Any, rows: int, fraction: float, test: int) -> None:
+    shop.table("log", {"user": [1] * rows, "time": list(range(rows)), "item": [1] * rows, "click": [1] * rows})
+    shop.definition["split"] = {"kind": "time", "test_fraction": fraction}
+    data = shop.run()
+    assert data["ledger"]["test"] == test
+    assert data["test_from"] == rows - test

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from inspect import signature
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,9 @@ from gem_data.ids.values import is_text
 from gem_data.prepare.definition import Table
 
 PER_SECOND = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
+LATEST = 10**12
+"""Seconds, some 30,000 years. In nanoseconds int64 ends before."""
+SCAN_KEYS = set(signature(scan).parameters) - {"paths", "columns"}
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,9 @@ def stage(name: str, table: Table, columns: Sequence[str], folder: Path, to: Pat
         RequestError: a file or a column is missing, files of one table have columns of different types, or a time is no number.
     """
     wanted = list(dict.fromkeys(c for c in (*columns, table.user, table.time) if c is not None))
+    strange = sorted(set(table.scan) - SCAN_KEYS)
+    if strange:
+        raise RequestError(f"table {name!r}", f"scan.{strange[0]} is no argument of scan", f"The arguments are {', '.join(sorted(SCAN_KEYS))}.")
     held = scan(table.files(folder), columns=wanted, **table.scan)
     path, total = to / f"{name}.parquet", 0
     schema = _staged(name, table, _empty(held.schema), columns, 0).schema
@@ -103,17 +110,30 @@ def seconds(name: str, array: pa.Array, unit: str) -> tuple[pa.Array, pa.Array]:
         unit, array = "s", array.cast(pa.timestamp("s")).cast(pa.int64())
     elif pa.types.is_floating(array.type):
         # Fractions of a second still order events, and a missing time is no time.
-        unit, array = "us", _from_float(array, 10**6 // PER_SECOND[unit] if unit != "ns" else 0)
+        unit, array = "us", _microseconds(name, array, PER_SECOND[unit])
     elif not pa.types.is_integer(array.type):
         so = f"its time column holds {array.type}"
         raise RequestError(f"table {name!r}", so, "Give a number of seconds (or `unit`), or a timestamp column.")
+    most = min(LATEST * PER_SECOND[unit], 2**63 - 1)
+    if array.type == pa.uint64():
+        _refuse(name, array, pc.greater(array, pa.scalar(most, pa.uint64())))
+    elif array.type == pa.int64():
+        _refuse(name, array, pc.or_(pc.greater(array, most), pc.less(array, -most)))
     whole = array.cast(pa.int64())
     values = whole.fill_null(0).to_numpy(zero_copy_only=False) // PER_SECOND[unit]
     return pa.array(values, mask=~np.asarray(pc.is_valid(whole).to_numpy(zero_copy_only=False))), whole
 
 
-def _from_float(array: pa.Array, factor: int) -> pa.Array:
+def _microseconds(name: str, array: pa.Array, per_second: int) -> pa.Array:
     values = array.cast(pa.float64()).fill_null(np.nan).to_numpy(zero_copy_only=False)
-    scaled = np.floor(values * factor if factor else values / 1000)
-    good = np.isfinite(scaled) & (np.abs(scaled) < 2.0**63)
-    return pa.array(np.where(good, scaled, 0).astype(np.int64), mask=~good)
+    scaled = np.floor(values * 10**6 / per_second)
+    known = np.isfinite(scaled)
+    _refuse(name, array, pa.array(known & (np.abs(scaled) > LATEST * 10**6)))
+    return pa.array(np.where(known, scaled, 0).astype(np.int64), mask=~known)
+
+
+def _refuse(name: str, array: pa.Array, outside: pa.Array) -> None:
+    """Times beyond the calendar are another column, or another unit; sums with them would overflow."""
+    if pc.any(outside).as_py():
+        first = array.filter(outside)[0].as_py()
+        raise RequestError(f"table {name!r}", f"its time column holds {first}, more than 30,000 years away", "Check the column, and `unit`.")
