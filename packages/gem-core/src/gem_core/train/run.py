@@ -75,7 +75,7 @@ def write_predictions(file: Path, done: Evaluation) -> None:
 
     A row whose label is not observed weighs 0. On several ranks the order is rank after rank.
     """
-    columns = {}
+    columns: dict[str, Any] = {}
     for task, rows in (done.rows or {}).items():
         logit, label, observed, weight = rows.numpy().T
         columns |= {f"{task}/logit": logit, f"{task}/label": np.where(observed > 0, label, 0.0), f"{task}/weight": weight * observed}
