@@ -64,3 +64,24 @@ def test_case_E04_a_run_over_files_changes_ranks_and_trains_each_row_once(gem: G
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["ledger"]["train"] == {"offered": ROWS, "trained": ROWS, "dropped_uneven": 0, "not_read": 0}
     assert summary["ledger"]["source"] == {"read": ROWS + 200, "train": ROWS, "test": 200}
+
+
+def test_case_F01_ranks_with_different_numbers_of_batches_train_every_row(gem: Gem, torchrun: Gem, tmp_path: Path) -> None:
+    """Batches of equal cost: the ranks have different numbers of them, and the shorter one goes along with empty batches."""
+    gem("data", "generate", "--out", "made", "--rows", "1500", "--test-rows", "200", "--set", "users=300", "--set", "items=400")
+    options = "data.options={path='made', window=300, balance='cost', batch_tokens=1500}"
+    words = (
+        "--set",
+        "data.source=files",
+        "--set",
+        options,
+        "--set",
+        "train.epochs=1",
+        "--set",
+        "train.uneven=pad",
+        "--set",
+        'parallel.strategies=["ddp"]',
+    )
+    torchrun(2, "train", "-c", "synthetic", *words, "--out", "run")
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["ledger"]["train"] == {"offered": 1500, "trained": 1500, "dropped_uneven": 0, "not_read": 0}

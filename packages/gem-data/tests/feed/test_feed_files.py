@@ -183,15 +183,15 @@ def test_case_H16_memory_is_bounded_by_the_window_not_by_the_file(kit: ModuleTyp
 
 
 def test_ids_that_are_rows_are_not_copied_and_others_go_through_the_encoder() -> None:
-    feature, encoder = Id(name="i", encode="pass", rows=9), PassEncoder("i", 9)
+    feature, encoder, place = Id(name="i", encode="pass", rows=9), PassEncoder("i", 9), Place("f.orc", "stripe", 3)
     column = pa.array([1, 8, 0], pa.int64())
-    assert _encode(encoder, feature, column).ctypes.data == column.buffers()[1].address
+    assert _encode(encoder, feature, column, place).ctypes.data == column.buffers()[1].address
     assert encoder.unknown == 0
     for other in (pa.array([1, 9, -1]), pa.array([1, None, None]), pa.array([1, 0, 0], pa.int32())):
-        assert _encode(encoder, feature, other).tolist() == [1, 0, 0]
+        assert _encode(encoder, feature, other, place).tolist() == [1, 0, 0]
     assert (encoder.unknown, encoder.missing) == (2, 2)
-    with pytest.raises(RequestError, match="2 values are not rows of its table"):
-        _encode(PassEncoder("i", 9, "error"), feature, pa.array([1, 9, -1]))
+    with pytest.raises(RequestError, match=r"2 values are not rows of its table, 0 .. 8; the first is 9 \(f.orc, stripe 3\)"):
+        _encode(PassEncoder("i", 9, "error"), feature, pa.array([1, 9, -1]), place)
 
 
 def test_packed_ids_are_one_tensor_that_torchrec_takes_as_it_is(kit: ModuleType, folder: Path) -> None:
@@ -231,6 +231,19 @@ def test_columns_whose_nulls_hide_values_are_still_aligned(kit: ModuleType, tmp_
     assert batch.ids["clicks.action"].values.tolist() == [1, 2, 1]
     assert batch.ids["clicks.item"].values.tolist() == [7, 8, 9]
     assert batch.ids["clicks.action"].offsets.tolist() == [0, 2, 2, 3]
+
+
+def test_ids_that_became_row_0_are_counted(kit: ModuleType, tmp_path: Path) -> None:
+    table = kit.make_table(20)
+    items = pa.array([None, 50, -7, *range(17)], pa.int32())
+    table = table.set_column(table.column_names.index("item"), "item", items)
+    source = kit.open_source(kit.write_folder(tmp_path, {"train.parquet": table, "test.parquet": kit.make_table(5)}, unit=20))
+    assert source.unknown_ids("train") == {}
+    for _ in range(2):
+        batches = list(source.batches("train", batch_size=20))
+        assert batches[0].ids.ids("item")[:3].tolist() == [0, 0, 0]
+        assert source.unknown_ids("train") == {"item": 3}, "of one pass"
+    assert source.unknown_ids("test") == {}
 
 
 @pytest.mark.parametrize(("policy", "kept"), [("newest", [3, 4, 5]), ("oldest", [1, 2, 3]), ("error", None)])
@@ -447,7 +460,14 @@ def prepared(kit: ModuleType, folder: Path, promised: int = 60) -> pa.Table:
     train = [{"file": f"train/part-0000{part}.parquet", "rows": rows} for part, rows in enumerate((37, promised - 37))]
     splits = {"train": train, "test": [{"file": "test/part-00000.parquet", "rows": 10}]}
     (folder / "data.json").write_text(
-        json.dumps({"format": 1, "splits": splits, "ledger": {"read": 75, "train": 60, "test": 10, "dropped: no label": 5}})
+        json.dumps(
+            {
+                "format": 1,
+                "splits": splits,
+                "unknown": {"train": {"item": 4}},
+                "ledger": {"read": 75, "train": 60, "test": 10, "dropped: no label": 5},
+            }
+        )
     )
     return expanded
 
@@ -461,6 +481,7 @@ def test_a_prepared_folder_whose_rows_share_histories_by_request(kit: ModuleType
         kit.check(batch, expanded)
     assert sorted(kit.origins(batches)) == list(range(60))
     assert source.rows("test") == 10
+    assert source.unknown_ids("train") == {"item": 4}
     assert source.ledger() == {"read": 75, "train": 60, "test": 10, "dropped: no label": 5}
 
 

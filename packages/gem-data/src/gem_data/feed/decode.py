@@ -76,7 +76,7 @@ class Decoder:
 
         for feature in schema.id:
             column = feature.column or feature.name
-            yield ("id", feature.name), column, _encode(self.encoders[feature.name], feature, of(column))
+            yield ("id", feature.name), column, _encode(self.encoders[feature.name], feature, of(column), place)
         for number in schema.number:
             column = number.column or number.name
             yield ("dense", number.name), column, numbers(number.name, of(column), place)[:, None]
@@ -108,7 +108,7 @@ class Decoder:
 
     def _ids(self, key: str, feature: Id) -> Convert:
         encoder = self.encoders[key]
-        return lambda name, array, place, rows: _encode(encoder, feature, array)
+        return lambda name, array, place, rows: _encode(encoder, feature, array, place)
 
     def _lists(self, columns: Columns, group: str, names: Mapping[str, str], convert: Mapping[str, Convert], place: Place) -> Lists:
         """Aligned list columns, each converted once over all values that its rows own."""
@@ -133,13 +133,16 @@ class Decoder:
         return Lists(begin, length, values) if request is None else Lists(begin[request], length[request], values)
 
 
-def _encode(encoder: Encoder, feature: Id, array: pa.Array) -> Ints:
+def _encode(encoder: Encoder, feature: Id, array: pa.Array, place: Place) -> Ints:
     """Rows of the feature's table. Ids that are rows already stay where they are: one look at the largest, taken without sign, tells."""
     if feature.encode == "pass" and pa.types.is_int64(array.type) and not array.null_count:
         values: Ints = array.to_numpy(zero_copy_only=True)
         if not values.size or int(values.view(np.uint64).max()) < encoder.cardinality:
             return values
-    return encoder.encode(array)
+    try:
+        return encoder.encode(array)
+    except RequestError as error:
+        raise RequestError(error.asked, f"{error.so} ({place.file}, {place.kind} {place.unit})", error.do) from error
 
 
 def _aligned(group: str, known: tuple[str, Ints, Ints], other: tuple[str, Ints, Ints], child: pa.Array, place: Place) -> tuple[Ints, pa.Array]:

@@ -1,6 +1,7 @@
 """The source ``files``: a prepared folder, or a user's own Parquet, ORC or Arrow IPC files with a ``schema.toml`` beside them."""
 
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -55,7 +56,8 @@ class Files:
         self._cursor, self._rank = Cursor(self._units["train"]), 0
         times = {group.name: group.time for group in self.description.sequence if group.time is not None}
         self._collator = Collator(self._schema, times, pin=torch.cuda.is_available())
-        encoders(self.description, self.folder)  # a missing vocabulary is refused now
+        # Made now, so that a missing vocabulary is refused; each pass over a split begins with new counters.
+        self._encoders = {split: encoders(self.description, self.folder) for split in SPLITS}
 
     def _split_files(self, split: str) -> list[SplitFile]:
         patterns = self.options.train if split == "train" else self.options.test
@@ -94,7 +96,8 @@ class Files:
             base, own = self._cursor.begin(epoch, shard.rank, plan)
         order = unit_order(len(units), seed, epoch)
         asked = slices(units, order, base, batch_size=batch_size, shard=shard, window=self.options.window)
-        read = Reader(self._files[split], units, Decoder(self.description, encoders(self.description, self.folder))).window
+        self._encoders[split] = encoders(self.description, self.folder)
+        read = Reader(self._files[split], units, Decoder(self.description, self._encoders[split])).window
         windows = (partial(read, piece, own, seed, epoch) for piece in asked)
         return self._run(split, windows, start)
 
@@ -134,6 +137,12 @@ class Files:
 
     def restore(self, states: Sequence[Mapping[str, Any]]) -> None:
         self._cursor.restore(states)
+
+    def unknown_ids(self, split: str) -> dict[str, int]:
+        """``{feature: ids}`` that became row 0: those that `gem data prepare` counted, and those that this rank has read since its pass began."""
+        counts = Counter(self._about.get("unknown", {}).get(split, {}))
+        counts.update({key: encoder.unknown + encoder.missing for key, encoder in self._encoders[split].items()})
+        return {key: count for key, count in counts.items() if count}
 
     def baselines(self) -> dict[str, dict[str, dict[str, float]]]:
         """Those of data.json: the bounds of generated data."""
