@@ -33,5 +33,13 @@ def gem_parallel_strategies() -> Sequence[ParallelStrategy]:
             stage="dense",
             summary="a copy of the dense part on each rank, gradients averaged",
             load="gem_parallel.dense.ddp:DataParallel",
-        )
+        ),
+        ParallelStrategy(
+            name="fsdp",
+            stage="dense",
+            summary="the dense part sharded over ranks block by block, with or without replicas",
+            load="gem_parallel.dense.fsdp:FullyShard",
+            options="gem_parallel.dense.options:FsdpOptions",
+            on_meta=True,
+        ),
     ]
