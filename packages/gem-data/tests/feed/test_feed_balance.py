@@ -1,6 +1,7 @@
 """Balance: sizes and rows are kept, costs come close, the mix does not shift, the cost model is found again, the simulation meets its bound."""
 
 import csv
+import json
 import logging
 from pathlib import Path
 from types import ModuleType
@@ -199,7 +200,11 @@ def test_the_command_fits_measured_steps(tmp_path: Path) -> None:
         file.write("tokens,pairs,rows,seconds\n")
         for rows, mean in zip(draw.integers(50, 200, 9), draw.integers(10, 100, 9), strict=True):
             file.write(f"{rows * mean},{rows * mean**2},{rows},{2e-6 * rows * mean + 1e-4 * rows}\n")
-    assert "data.options.cost=[2e-06, 0, 0.0001]" in run("--fit", str(path))
+    shown = run("--fit", str(path))
+    assert "a 2e-06 s a token" in shown
+    assert "c 0.0001 s a row" in shown
+    given = shown.split("data.options.cost=")[1].split('"')[0]
+    assert json.loads(given) == pytest.approx([1, 0, 50], abs=1e-4), "a row costs as much as 50 tokens"
     path.write_text("tokens\n1\n")
     with pytest.raises(RequestError, match="Give a CSV with the columns tokens, pairs, rows, seconds"):
         run("--fit", str(path))

@@ -65,7 +65,9 @@ def _fit(path: Path) -> None:
         raise RequestError(asked, f"it cannot be read ({error!r})", f"Give a CSV with the columns {', '.join(names)}.") from error
     model = CostModel.fit(*(columns[name] for name in names))
     print(f"a {model.a:.6g} s a token, b {model.b:.6g} s a pair, c {model.c:.6g} s a row")
-    print(f'--set "data.options.cost=[{model.a:.6g}, {model.b:.6g}, {model.c:.6g}]"')
+    # Relative to a token, so that data.options.batch_tokens stays a number of tokens.
+    one = model.a or model.c or model.b
+    print(f'--set "data.options.cost=[{model.a / one:.6g}, {model.b / one:.6g}, {model.c / one:.6g}]"')
 
 
 def _show(title: str, records: list[dict[str, Any]]) -> None:
