@@ -71,7 +71,7 @@ def test_a_fault_in_the_relational_part_leaves_no_folder(shop: Any, monkeypatch:
             self.engine = engine
 
         def create(self, name: str, sql: str) -> None:
-            self.engine.create(name, sql.replace("ORDER BY moment, kind ", "ORDER BY moment, kind DESC "))
+            self.engine.create(name, sql.replace("ORDER BY gem_moment, gem_kind ", "ORDER BY gem_moment, gem_kind DESC "))
 
     monkeypatch.setattr("gem_data.prepare.run.count_events", lambda engine, plan: original(Wrong(engine), plan))
     with pytest.raises(RunFailed, match=r"leakage check of part-00000.parquet"):

@@ -86,3 +86,13 @@ def test_two_side_tables_and_a_key_of_two_columns(shop: Any) -> None:
     assert shop.column("group") == [3, 0, 0, 0]
     assert shop.column("group", "test") == [5, 0]
     assert data["sides"]["pairs"]["test"] == {"matched": 1, "unmatched": 1}
+
+
+def test_columns_that_clash_or_that_nothing_uses_are_named(shop: Any) -> None:
+    with_prices(shop, [(1, 0.5)], KINDS)
+    shop.definition["sides"].append({"table": "items", "on": ["item"], "columns": ["price"]})
+    with pytest.raises(RequestError, match="column 'price' is taken from two side tables"):
+        shop.run()
+    shop.definition["sides"][1]["columns"] = ["colour"]
+    with pytest.raises(RequestError, match="column 'colour' of a side table is used by no feature of the schema"):
+        shop.run()

@@ -234,3 +234,61 @@ def test_without_user_and_time_rows_stand_in_their_order(shop: Any) -> None:
     assert shop.column("item", "test") == [2, 1]
     assert data["users"] == {"read": 0, "written": 0}
     assert "_user" not in data["cold"]
+
+
+@pytest.mark.parametrize("names", [("kind", "number"), ("first", "moment"), ("r", "k"), ("select", "a b\"c'd\\"), ("label_0", "count")])
+def test_columns_may_be_called_like_anything(shop: Any, names: tuple[str, str]) -> None:
+    """Columns of match, side tables, filters and features, with names that the SQL uses itself, reserved words, quotes."""
+    one, other = names
+    shop.table("log", {**shop.log, one: [1, 2, 3, 4, 5, 6], other: [1, 1, 0, 0, 1, 0]})
+    shop.table("buys", {"user": [1, 9], "time": [12, 99], one: [1, 1]})
+    shop.table("sides", {one: [1, 4], "value": [0.5, 1.5], "since": [0, 29]})
+    shop.definition["tables"] |= {
+        "buys": {"path": "buys.parquet", "user": "user", "time": "time"},
+        "sides": {"path": "sides.parquet", "time": "since"},
+    }
+    shop.definition["histories"][0] |= {"where": [[other, "==", 1]], "columns": {"item": one}}
+    shop.definition["conversions"] = [{"task": "cvr", "table": "buys", "match": [one], "within": 5}]
+    shop.definition["sides"] = [{"table": "sides", "on": [one], "columns": ["value"], "as_of": True}]
+    shop.schema["number"] = [{"name": "value"}, {"name": "further", "column": other}]
+    shop.schema["task"].append({"name": "cvr", "label": "x"})
+    shop.run()
+    assert shop.column("clicks.item", "test") == [[], [1, 2]]
+    assert shop.column("label.cvr") == [1, 0, 0, 0]
+    assert shop.column("value") == [0.5, 0.0, 0.0, 1.5]
+    assert shop.column("further") == [1, 1, 0, 0]
+
+
+def test_columns_that_differ_in_case_only_are_refused(shop: Any) -> None:
+    shop.table("log", {**shop.log, "Item": shop.log["item"]})
+    shop.definition["histories"][0]["columns"] = {"item": "Item"}
+    with pytest.raises(RequestError, match="columns 'Item' and 'item' of table 'log': they differ in case only"):
+        shop.run()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda s: s.schema.update(number=[{"name": "word"}]), "number 'word': column 'word' of table 'log' holds string"),
+        (
+            lambda s: s.schema["sequence"][0].update(number=[{"name": "word"}]),
+            "number 'clicks.word': column 'word' of table 'log' holds string",
+        ),
+        (lambda s: s.schema["task"][0].update(delay="word"), "label of task 'ctr': column 'word' holds string"),
+        (lambda s: s.schema["task"][0].update(delay="part"), "delay of task 'ctr': column 'part' holds what is no whole number of seconds"),
+        (lambda s: s.schema.update(number=[{"name": "huge"}]), "number 'huge': its column holds infinite values"),
+    ],
+)
+def test_numbers_are_finite_numbers(shop: Any, change: Any, message: str) -> None:
+    shop.table("log", {**shop.log, "word": ["x"] * 6, "part": [0.5] * 6, "huge": [1.0, float("inf"), 2.0, 3.0, 4.0, 1e300]})
+    change(shop)
+    with pytest.raises(RequestError, match=message):
+        shop.run()
+
+
+def test_not_a_number_is_missing_and_counted(shop: Any) -> None:
+    shop.table("log", {**shop.log, "price": pa.array([1.5, float("nan"), None, 2.5, 3.5, float("nan")])})
+    shop.schema["number"] = [{"name": "price"}]
+    data = shop.run()
+    assert shop.column("price") == [1.5, 0.0, 0.0, 2.5]
+    assert (data["unknown"]["train"]["price"], data["unknown"]["test"]["price"]) == (2, 1)

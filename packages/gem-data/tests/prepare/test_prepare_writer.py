@@ -117,6 +117,8 @@ def test_parts_and_row_groups_are_bounded(shop: Any, monkeypatch: pytest.MonkeyP
         about = pq.read_metadata(shop.folder / "out" / entry["file"])
         assert about.num_rows == entry["rows"] <= 250
         assert max(about.row_group(g).num_rows for g in range(about.num_row_groups)) <= 50
+        rows = pq.read_table(shop.folder / "out" / entry["file"], columns=["_user", "_request"]).to_pylist()
+        assert entry.get("requests") == (len({(r["_user"], r["_request"]) for r in rows}) if shared else None)
     plain = [{k: v for k, v in row.items() if k != "request_row"} for row in shop.rows()]
     assert plain == [{k: v for k, v in row.items() if k != "request_row"} for row in shop.rows(name="whole")]
     assert audit(shop.folder / "out") == data

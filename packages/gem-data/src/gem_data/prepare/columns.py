@@ -30,10 +30,19 @@ def needed(plan: Plan) -> dict[str, list[str]]:
     for side in definition.sides:
         out[side.table] += [*side.on, *side.columns]
     for name, columns in out.items():
-        for column in columns:
-            if column.startswith("gem_"):
-                raise RequestError(f"column {column!r} of table {name!r}", "names that begin with gem_ are taken", "Rename the column.")
+        _check_names(name, set(columns))
     return out
+
+
+def _check_names(table: str, columns: set[str]) -> None:
+    """SQL takes ``Item`` and ``item`` for one."""
+    known: dict[str, str] = {}
+    for column in sorted(columns):
+        if column.lower().startswith("gem_"):
+            raise RequestError(f"column {column!r} of table {table!r}", "names that begin with gem_ are taken", "Rename the column.")
+        other = known.setdefault(column.lower(), column)
+        if other != column:
+            raise RequestError(f"columns {other!r} and {column!r} of table {table!r}", "they differ in case only", "Rename one of them.")
 
 
 def check_types(plan: Plan, staged: dict[str, Staged]) -> None:
@@ -41,6 +50,7 @@ def check_types(plan: Plan, staged: dict[str, Staged]) -> None:
     definition = plan.definition
     main = definition.impressions.table
     _check_labels(plan, staged[main])
+    _check_numbers(plan, staged)
     pairs = [(history.table, "gem_user") for history in definition.histories]
     pairs += [(conversion.table, "gem_user") for conversion in definition.conversions]
     pairs += [(c.table, column) for c in definition.conversions for column in c.match]
@@ -63,12 +73,27 @@ def _check_labels(plan: Plan, main: Staged) -> None:
     made = {c.task for c in plan.definition.conversions}
     positives = {p.task for p in plan.definition.positives}
     for task in plan.schema.task:
-        columns = [] if task.name in made else [task.mask, *([] if task.name in positives else [task.label])]
+        columns = [] if task.name in made else [task.mask, task.delay, task.weight, *([] if task.name in positives else [task.label])]
         for column in (c for c in columns if c is not None):
             kind = main.schema.field(column).type
             if not is_number(kind):
                 so = f"column {column!r} holds {kind}"
                 raise RequestError(f"label of task {task.name!r}", so, "Give 0 and 1, or say in [[positives]] which values are positive.")
+
+
+def _check_numbers(plan: Plan, staged: dict[str, Staged]) -> None:
+    """Numbers of rows and of events are numbers."""
+    side_of = {column: side.table for side in plan.definition.sides for column in side.columns}
+    main = plan.definition.impressions.table
+    found = [(n.name, side_of.get(n.column or n.name, main), n.column or n.name) for n in plan.schema.number]
+    for history, group in zip(plan.definition.histories, plan.groups, strict=True):
+        source = feature_columns(group, history)
+        found += [(f"{group.name}.{n.name}", history.table, source[n.name]) for n in group.number]
+    for name, table, column in found:
+        kind = staged[table].schema.field(column).type
+        if not is_number(kind):
+            so = f"column {column!r} of table {table!r} holds {kind}"
+            raise RequestError(f"number {name!r}", so, "Declare it as an id, or state its type with `scan.types`.")
 
 
 def _check_filter(table: str, where: Where, schema: pa.Schema) -> None:

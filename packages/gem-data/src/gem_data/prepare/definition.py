@@ -203,6 +203,10 @@ def disagreements(definition: Definition, schema: Schema) -> list[str]:
         out.append("share_histories needs `request` in the schema")
     if definition.split.kind == "hash" and definition.split.by == "request" and schema.request is None:
         out.append("a split by request needs `request` in the schema")
+    given = [c for side in definition.sides for c in side.columns]
+    used = {f.column or f.name for f in (*schema.id, *schema.multi_id, *schema.number, *schema.embedding)} | {f.weights for f in schema.multi_id}
+    out += [f"column {name!r} is taken from two side tables" for name in sorted({c for c in given if given.count(c) > 1})]
+    out += [f"column {name!r} of a side table is used by no feature of the schema" for name in given if name not in used]
     for history in definition.histories:
         features = {f.name for s in schema.sequence if s.name == history.name for f in (*s.id, *s.number)}
         out += [

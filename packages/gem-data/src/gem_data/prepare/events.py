@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from gem_core.spec import RequestError
 from gem_data.ids import Encoder
 from gem_data.prepare.engine import Engine
 from gem_data.prepare.histories import sorted_events
@@ -47,16 +48,28 @@ def write_events(engine: Engine, plan: Plan, h: int, encode: dict[str, Encoder],
         for name, column in source.items():
             key = f"{group.name}.{name}"
             values = batch.column(column)
-            columns[key][at:end] = encode[key].encode(values) if name in ids else floats(values)
+            columns[key][at:end] = encode[key].encode(values) if name in ids else floats(key, values)
         at = end
     if group.time is not None:
         columns[f"{group.name}.{group.time}"] = times
     return EventLog(times, columns)
 
 
-def floats(values: pa.Array) -> NDArray[np.float32]:
-    """``[values]`` float32; missing ones are 0."""
-    return np.asarray(pc.fill_null(values.cast(pa.float32()), 0.0).to_numpy(zero_copy_only=False))
+def floats(name: str, values: pa.Array) -> NDArray[np.float32]:
+    """``[values]`` float32; missing ones and NaN are 0.
+
+    Raises:
+        RequestError: a value is infinite, or too large for float32.
+    """
+    numbers = np.nan_to_num(values.cast(pa.float32(), safe=False).to_numpy(zero_copy_only=False), nan=0.0, posinf=np.inf, neginf=-np.inf)
+    if np.isinf(numbers).any():
+        raise RequestError(f"number {name!r}", "its column holds infinite values", "Replace them, or leave them out.")
+    return np.asarray(numbers, np.float32)
+
+
+def count_missing(values: pa.Array) -> int:
+    """Values that ``floats`` takes for missing."""
+    return int(pc.sum(pc.is_null(values, nan_is_null=True), min_count=0).as_py())
 
 
 def _mapped(path: Path, rows: int, kind: Any) -> NDArray[Any]:

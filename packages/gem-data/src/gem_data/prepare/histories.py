@@ -14,14 +14,15 @@ def count_events(engine: Engine, plan: Plan) -> None:
     """
     for k, (offset, histories) in enumerate(offsets(plan).items()):
         once = "DISTINCT " if plan.shared else ""
-        probes = f"SELECT {once}gem_user, gem_at - {offset} AS moment, 0 AS kind, -1 AS history, gem_probe FROM kept"
+        probes = f"SELECT {once}gem_user, gem_at - {offset} AS gem_moment, 0 AS gem_kind, -1 AS history, gem_probe FROM kept"
         events = [f"SELECT gem_user, gem_time, 1, {h}, {NOTHING} FROM events_{h}" for h in histories]
         sums = [f"SUM(CASE WHEN history = {h} THEN 1 ELSE 0 END) OVER earlier AS gem_count_{h}" for h in histories]
         names = ", ".join(f"CAST(gem_count_{h} AS BIGINT) AS gem_count_{h}" for h in histories)
         engine.create(
             f"counts_{k}",
-            f"""SELECT gem_probe, {names} FROM (SELECT gem_probe, kind, {", ".join(sums)} FROM ({" UNION ALL ".join([probes, *events])}) b
-            WINDOW earlier AS (PARTITION BY gem_user ORDER BY moment, kind ROWS BETWEEN UNBOUNDED PRECEDING AND CURRENT ROW)) c WHERE kind = 0""",
+            f"""SELECT gem_probe, {names} FROM (SELECT gem_probe, gem_kind, {", ".join(sums)} FROM ({" UNION ALL ".join([probes, *events])}) b
+            WINDOW earlier AS (PARTITION BY gem_user ORDER BY gem_moment, gem_kind ROWS BETWEEN UNBOUNDED PRECEDING AND CURRENT ROW)) c
+            WHERE gem_kind = 0""",
         )
 
 

@@ -63,11 +63,11 @@ def _conversion(engine: Engine, plan: Plan, conversion: Conversion) -> str:
         end = engine.rows(f"SELECT MAX(gem_time) FROM {raw(conversion.table)}")[0][0]
     match = [quote(c) for c in conversion.match]
     keys = ", ".join(["gem_user", *match])
-    both = f"""SELECT {keys}, gem_time, 0 AS kind, gem_row FROM {plan.impressions} WHERE gem_user IS NOT NULL AND gem_time IS NOT NULL
+    both = f"""SELECT {keys}, gem_time, 0 AS gem_kind, gem_row FROM {plan.impressions} WHERE gem_user IS NOT NULL AND gem_time IS NOT NULL
         UNION ALL SELECT {keys}, gem_time, 1, {NOTHING} FROM ({events_of(conversion, conversion.match)}) e {all_known(match)}"""
-    first = f"""SELECT gem_row, gem_time, kind, MIN(CASE WHEN kind = 1 THEN gem_time END)
-        OVER (PARTITION BY {keys} ORDER BY gem_time, kind ROWS BETWEEN CURRENT ROW AND UNBOUNDED FOLLOWING) AS first FROM ({both}) b"""
-    hit = f"first - gem_time <= {conversion.within}"  # unknown, hence 0, where there is none
+    first = f"""SELECT gem_row, gem_time, gem_kind, MIN(CASE WHEN gem_kind = 1 THEN gem_time END)
+        OVER (PARTITION BY {keys} ORDER BY gem_time, gem_kind ROWS BETWEEN CURRENT ROW AND UNBOUNDED FOLLOWING) AS gem_first FROM ({both}) b"""
+    hit = f"gem_first - gem_time <= {conversion.within}"  # unknown, hence 0, where there is none
     closed = "FALSE" if end is None else f"gem_time + {conversion.within} <= {end}"
     return f"""SELECT gem_row, CASE WHEN {hit} THEN 1 ELSE 0 END AS gem_label, CASE WHEN {closed} THEN 1 ELSE 0 END AS gem_mask,
-        CASE WHEN {hit} THEN first - gem_time END AS gem_delay FROM ({first}) f WHERE kind = 0"""
+        CASE WHEN {hit} THEN gem_first - gem_time END AS gem_delay FROM ({first}) f WHERE gem_kind = 0"""

@@ -105,13 +105,13 @@ def row_columns(plan: Plan, encode: dict[str, Encoder], batch: pa.RecordBatch) -
         if task.weight is not None:
             yield f"weight.{task.name}", _weights(task, batch.column(task.weight))
         if delayed(task, plan.definition):
-            yield f"delay.{task.name}", batch.column(f"gem_delay_{k}").cast(pa.int64())
+            yield f"delay.{task.name}", _delays(task, batch.column(f"gem_delay_{k}"))
     for one in schema.id:
         yield one.name, pa.array(encode[one.name].encode(batch.column(one.column or one.name)))
     for many in schema.multi_id:
         yield from _multi(many, encode[many.name], batch)
     for number in schema.number:
-        yield number.name, pa.array(floats(batch.column(number.column or number.name)))
+        yield number.name, pa.array(floats(number.name, batch.column(number.column or number.name)))
     for embedding in schema.embedding:
         yield embedding.name, _embedding(embedding, batch.column(embedding.column or embedding.name))
 
@@ -132,6 +132,14 @@ def _weights(task: Task, values: pa.Array) -> pa.Array:
     return numbers
 
 
+def _delays(task: Task, values: pa.Array) -> pa.Array:
+    try:
+        return values.cast(pa.int64())
+    except pa.ArrowInvalid as error:
+        so = f"column {task.delay!r} holds what is no whole number of seconds ({error})"
+        raise RequestError(f"delay of task {task.name!r}", so, "Give whole seconds, or nothing.") from error
+
+
 def _multi(feature: MultiId, encoder: Encoder, batch: pa.RecordBatch) -> Iterator[tuple[str, pa.Array]]:
     values = batch.column(feature.column or feature.name)
     lengths = list_lengths(feature.name, values)
@@ -143,7 +151,7 @@ def _multi(feature: MultiId, encoder: Encoder, batch: pa.RecordBatch) -> Iterato
         if differ.size:
             row = batch.column("gem_row")[int(differ[0])].as_py()
             raise RequestError(f"weights of {feature.name!r}", f"row {row} has another number of ids", "Give as many weights as ids.")
-        yield f"{feature.name}.weights", pa.ListArray.from_arrays(offsets, pa.array(floats(weights.flatten())))
+        yield f"{feature.name}.weights", pa.ListArray.from_arrays(offsets, pa.array(floats(feature.weights, weights.flatten())))
 
 
 def list_lengths(name: str, values: pa.Array) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
@@ -160,5 +168,5 @@ def _embedding(feature: Embedding, values: pa.Array) -> pa.Array:
         so = f"a row has {lengths[wrong[0]]} numbers, and the width is {feature.width}"
         raise RequestError(f"embedding {feature.name!r}", so, "Give every row that many, or none.")
     full = np.zeros((lengths.size, feature.width), np.float32)
-    full[lengths > 0] = floats(values.flatten()).reshape(-1, feature.width)
+    full[lengths > 0] = floats(feature.name, values.flatten()).reshape(-1, feature.width)
     return pa.FixedSizeListArray.from_arrays(pa.array(full.reshape(-1)), feature.width)

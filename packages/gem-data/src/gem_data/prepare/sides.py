@@ -26,15 +26,15 @@ def join_sides(engine: Engine, plan: Plan) -> None:
 def _as_of(plan: Plan, side: Side, keys: list[str]) -> str:
     """The last side row strictly before the impression: the count of earlier rows of the key is its number among them."""
     table, key = raw(side.table), ", ".join(keys)
-    rows = f"SELECT {key}, gem_time, gem_row, ROW_NUMBER() OVER (PARTITION BY {key} ORDER BY gem_order, gem_row) AS number FROM {table}"
-    both = f"""SELECT {key}, gem_time, 0 AS kind, gem_row FROM {plan.impressions} WHERE gem_time IS NOT NULL
+    rows = f"SELECT {key}, gem_time, gem_row, ROW_NUMBER() OVER (PARTITION BY {key} ORDER BY gem_order, gem_row) AS gem_number FROM {table}"
+    both = f"""SELECT {key}, gem_time, 0 AS gem_kind, gem_row FROM {plan.impressions} WHERE gem_time IS NOT NULL
         UNION ALL SELECT {key}, gem_time, 1, {NOTHING} FROM {table} {all_known([*keys, "gem_time"])}"""
-    counted = f"""SELECT {key}, kind, gem_row, SUM(kind) OVER (PARTITION BY {key} ORDER BY gem_time, kind
-        ROWS BETWEEN UNBOUNDED PRECEDING AND CURRENT ROW) AS number FROM ({both}) b"""
+    counted = f"""SELECT {key}, gem_kind, gem_row, SUM(gem_kind) OVER (PARTITION BY {key} ORDER BY gem_time, gem_kind
+        ROWS BETWEEN UNBOUNDED PRECEDING AND CURRENT ROW) AS gem_number FROM ({both}) b"""
     same = " AND ".join(f"c.{c} = t.{c}" for c in keys)
     known = all_known([*keys, "gem_time"])
     return f"""SELECT c.gem_row, t.gem_row AS side_row FROM ({counted}) c
-        JOIN (SELECT * FROM ({rows} {known}) n) t ON {same} AND c.number = t.number WHERE c.kind = 0"""
+        JOIN (SELECT * FROM ({rows} {known}) n) t ON {same} AND c.gem_number = t.gem_number WHERE c.gem_kind = 0"""
 
 
 def final_rows(plan: Plan, split: str, columns: list[str]) -> str:

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from gem_data.ids import Encoder
-from gem_data.prepare.events import EventLog, Ints, gather
+from gem_data.prepare.events import EventLog, Ints, count_missing, gather
 from gem_data.prepare.output import REQUEST_ROW, row_columns
 from gem_data.prepare.plan import Plan
 from gem_data.schema import Schema
@@ -136,7 +136,7 @@ class SplitWriter:
         for feature in (*self.schema.id, *self.schema.multi_id):
             summary.unknown[feature.name] += _zeros(columns[feature.name])
         for number in self.schema.number:
-            summary.unknown[number.name] += piece.column(number.column or number.name).null_count
+            summary.unknown[number.name] += count_missing(piece.column(number.column or number.name))
         for feature in self.schema.id:
             rows = columns[feature.name].to_numpy()
             seen = self.seen.setdefault(feature.name, np.zeros(self.encode[feature.name].cardinality, np.bool_))
