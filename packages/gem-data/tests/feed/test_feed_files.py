@@ -246,6 +246,24 @@ def test_ids_that_became_row_0_are_counted(kit: ModuleType, tmp_path: Path) -> N
     assert source.unknown_ids("test") == {}
 
 
+def test_values_under_null_lists_beside_a_column_without_any(kit: ModuleType, tmp_path: Path) -> None:
+    table = kit.make_table(3, longest=0)
+    hidden = pa.ListArray.from_arrays(pa.array([0, 0, 2, 2], pa.int32()), pa.array([1, 2]), mask=pa.array([False, True, False]))
+    table = change(table, "clicks.item", hidden)
+    kit.write_folder(tmp_path, {"train.arrow": table, "test.arrow": table})
+    (batch,) = kit.open_source(tmp_path, "arrow").batches("train", batch_size=3)
+    assert batch.ids["clicks.item"].lengths().tolist() == [0, 0, 0]
+
+
+def test_a_feature_may_be_called_weights(kit: ModuleType, tmp_path: Path) -> None:
+    schema = '[[multi_id]]\nname="weights"\nencode="pass"\nrows=9\nweights="w"\n[[task]]\nname="y"\nlabel="y"\n'
+    table = pa.table({"weights": pa.array([[1, 2], [3]]), "w": pa.array([[0.5, 0.25], [1.0]], pa.list_(pa.float32())), "y": [0, 1]})
+    kit.write_folder(tmp_path, {"train.parquet": table, "test.parquet": table}, schema=schema)
+    (batch,) = kit.open_source(tmp_path).batches("train", batch_size=2)
+    assert batch.ids.ids("weights").tolist() == [1, 2, 3]
+    assert batch.id_weights["weights"].tolist() == [0.5, 0.25, 1.0]
+
+
 @pytest.mark.parametrize(("policy", "kept"), [("newest", [3, 4, 5]), ("oldest", [1, 2, 3]), ("error", None)])
 def test_case_B21_histories_are_cut_by_the_named_policy_or_refused(kit: ModuleType, tmp_path: Path, policy: str, kept: list[int] | None) -> None:
     schema = f'[[sequence]]\nname="h"\nmax_length=3\ntruncate="{policy}"\n[[sequence.id]]\nname="i"\nencode="pass"\nrows=9\n'

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from gem_core.batch import Batch, Jagged, KeyedJagged
 from gem_core.spec import DataSchema
-from gem_data.feed.part import Column, Ints, Picked
+from gem_data.feed.part import WEIGHTS, Column, Ints, Picked
 
 DTYPES = {"int64": torch.int64, "float32": torch.float32, "bool": torch.bool}
 
@@ -45,7 +45,7 @@ class Collator:
             time=roles["row"].get("time"),
             groups=roles["row"].get("group"),
             global_rows=global_rows,
-            id_weights={f.name: self._values(spans[f.name], "weights") for f in self.schema.ids if f.weighted},
+            id_weights={f.name: self._values(spans[f.name], WEIGHTS) for f in self.schema.ids if f.weighted},
             origin=torch.from_numpy(np.concatenate([part.origin[index] for part, index in picked])),
         )
 

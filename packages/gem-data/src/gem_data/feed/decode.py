@@ -9,7 +9,7 @@ import pyarrow.compute as pc
 
 from gem_core.spec import RequestError
 from gem_data.feed.arrays import Floats, integers, numbers, owner, seconds, spans
-from gem_data.feed.part import Column, Ints, Lists, Part
+from gem_data.feed.part import WEIGHTS, Column, Ints, Lists, Part
 from gem_data.feed.units import Place
 from gem_data.ids import Encoder, hash_keys
 from gem_data.schema import Embedding, Id, MultiId, Schema, Sequence, Task
@@ -93,8 +93,8 @@ class Decoder:
             yield ("row", "group"), group, _groups(group, of(group), place)
 
     def _multi(self, columns: Columns, feature: MultiId, place: Place) -> Lists:
-        names = {feature.name: feature.column or feature.name} | ({"weights": feature.weights} if feature.weights else {})
-        convert: dict[str, Convert] = {feature.name: self._ids(feature.name, feature), "weights": _weights}
+        names = {feature.name: feature.column or feature.name} | ({WEIGHTS: feature.weights} if feature.weights else {})
+        convert: dict[str, Convert] = {feature.name: self._ids(feature.name, feature), WEIGHTS: _weights}
         return self._lists(columns, feature.name, names, convert, place)
 
     def _sequence(self, columns: Columns, group: Sequence, place: Place) -> Lists:
@@ -153,6 +153,8 @@ def _aligned(group: str, known: tuple[str, Ints, Ints], other: tuple[str, Ints, 
         row = int(differ[0])
         so = f"{place.row(row)} has {length[row]} values of {first!r} and {other_length[row]} of {second!r}"
         raise RequestError(f"aligned columns of {group!r}", so, "Give every column of the group one value an event.")
+    if not len(child):
+        return begin, child
     at = np.zeros(int((begin + length).max()) if begin.size else 0, np.int64)
     within = np.arange(int(length.sum())) - np.repeat(np.cumsum(length) - length, length)
     at[np.repeat(begin, length) + within] = np.repeat(other_begin, length) + within

@@ -13,6 +13,9 @@ from numpy.typing import NDArray
 Ints = NDArray[np.int64]
 Column = NDArray[Any]
 
+WEIGHTS = ""
+"""The column of the ids' weights in a multi-valued id's group: no feature has an empty name."""
+
 
 @dataclass(frozen=True, slots=True)
 class Lists:
