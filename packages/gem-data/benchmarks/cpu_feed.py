@@ -183,12 +183,12 @@ def _processor() -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rows", type=int, default=40_000, help="rows of the timed file")
+    parser.add_argument("--rows", type=int, default=40_000, help="rows of the timed file; 0 leaves the timing out")
     parser.add_argument("--large-rows", type=int, default=280_000, help="rows of the file for the memory figure; 0 leaves it out")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--row-group", type=int, default=4096, help="of the timed file")
     parser.add_argument("--window", type=int, default=2048, help="shuffle window and row group of the memory figure")
-    parser.add_argument("--out", type=Path, help="folder for cpu_feed.csv")
+    parser.add_argument("--out", type=Path, help="folder for cpu_feed.csv and cpu_feed_memory.csv")
     given = parser.parse_args()
     about = {
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
@@ -196,21 +196,22 @@ def main() -> None:
         "versions": f"python {platform.python_version()}, torch {torch.__version__}, pyarrow {pa.__version__}",
         "load_before": round(os.getloadavg()[0], 2),
     }
-    records = []
     with tempfile.TemporaryDirectory() as name:
-        timed = Path(name, "timed")
-        timed.mkdir()
-        records += list(rates(write(timed, given.rows, given.row_group), given.rows, given.rounds))
+        if given.rows:
+            timed = write(Path(name), given.rows, given.row_group)
+            save(list(rates(timed, given.rows, given.rounds)), about, given.out, "cpu_feed.csv")
         if given.large_rows:
-            large = Path(name, "large")
-            large.mkdir()
-            records += list(peaks(write(large, given.large_rows, given.window), given.window))
+            large = write(Path(name), given.large_rows, given.window)
+            save(list(peaks(large, given.window)), about, given.out, "cpu_feed_memory.csv")
+
+
+def save(records: list[dict[str, Any]], about: dict[str, Any], folder: Path | None, name: str) -> None:
+    """Print the records, and write them with what was measured where, if there is a folder."""
     for record in records:
         print(record)
-    if given.out:
-        fields = ["what", "unit", "value", "of_scan", "cpu_us_a_row", "rows", *about]
-        with (given.out / "cpu_feed.csv").open("w", newline="") as file:
-            writer = csv.DictWriter(file, fields)
+    if folder is not None:
+        with (folder / name).open("w", newline="") as file:
+            writer = csv.DictWriter(file, [*records[-1], *about])
             writer.writeheader()
             writer.writerows({**record, **about} for record in records)
 

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from gem_core.spec import RequestError
 from gem_data.cli import app
+from gem_data.feed import simulate as simulation
 from gem_data.feed.balance import CostModel, EqualCost, bbs, imbalance, lpt, spread
 from gem_data.feed.simulate import simulate
 
@@ -153,9 +154,11 @@ def test_imbalance_is_that_of_the_slowest_rank() -> None:
     assert imbalance(np.array([[1.0, 1.0, 1.0, 5.0], [2.0, 2.0, 2.0, 2.0]])) == pytest.approx(0.75)
 
 
-def test_2048_ranks_with_lognormal_costs_stay_under_two_percent() -> None:
-    """CV 1.45; published balanced batch sampling reaches about 6 %, and so does ours."""
-    found = {f.method: f for f in simulate([2048], rows=256, window=8) if f.law.startswith("lognormal")}
+def test_2048_ranks_with_lognormal_costs_stay_under_two_percent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CV 1.45; published balanced batch sampling reaches about 6 % with batches of 1,024 rows, and so does ours; these are smaller."""
+    name = "lognormal, CV 1.45"
+    monkeypatch.setattr(simulation, "LAWS", {name: simulation.LAWS[name]})
+    found = {f.method: f for f in simulate([2048], rows=256, window=8)}
     assert found["cost"].imbalance < 0.02
     assert found["bbs"].imbalance > 0.04
     assert found["none"].imbalance > 0.15
