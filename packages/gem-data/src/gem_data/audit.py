@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import duckdb
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -15,6 +16,7 @@ import pyarrow.parquet as pq
 from gem_core.spec import RequestError, RunFailed
 from gem_data.prepare.leakage import check_leakage
 from gem_data.prepare.output import REQUEST_ROW
+from gem_data.prepare.where import quote
 from gem_data.prepare.writer import count_labels
 from gem_data.schema import Schema, read_schema
 
@@ -25,7 +27,6 @@ KEYS = ("splits", "ledger", "users", "events", "labels", "unknown", "calibration
 class _Found:
     """What the files of one split hold."""
 
-    users: set[int]
     unknown: Counter[str]
     labels: dict[str, dict[str, int]]
 
@@ -95,9 +96,8 @@ def _ledger(data: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _counts(folder: Path, schema: Schema, data: Mapping[str, Any]) -> Iterator[str]:
-    users: set[int] = set()
     for split, parts in data["splits"].items():
-        found = _Found(users, Counter(), {task.name: {"observed": 0, "positive": 0} for task in schema.task})
+        found = _Found(Counter(), {task.name: {"observed": 0, "positive": 0} for task in schema.task})
         for part in parts:
             yield from _part(folder, part, schema, found)
         if found.labels != data["labels"][split]:
@@ -107,8 +107,19 @@ def _counts(folder: Path, schema: Schema, data: Mapping[str, Any]) -> Iterator[s
             if found.unknown[key] != said:
                 yield f"{split} has {found.unknown[key]} unknown values of {key!r}, not {said}"
         yield from _calibration(split, found.labels, data)
-    if len(users) != data["users"]["written"]:
-        yield f"the files hold {len(users)} users, not {data['users']['written']}"
+    users = _users(folder, schema, data)
+    if users != data["users"]["written"]:
+        yield f"the files hold {users} users, not {data['users']['written']}"
+
+
+def _users(folder: Path, schema: Schema, data: Mapping[str, Any]) -> int:
+    """Different users in all parts; DuckDB counts more of them than fit into memory."""
+    if schema.user is None:
+        return 0
+    files = [str(folder / part["file"]) for parts in data["splits"].values() for part in parts]
+    with duckdb.connect() as connection:
+        ((users,),) = connection.execute(f"SELECT COUNT(DISTINCT {quote(schema.user)}) FROM read_parquet(?)", [files]).fetchall()
+    return int(users)
 
 
 def _calibration(split: str, labels: Mapping[str, Mapping[str, int]], data: Mapping[str, Any]) -> Iterator[str]:
@@ -145,8 +156,6 @@ def _part(folder: Path, part: Mapping[str, Any], schema: Schema, found: _Found) 
 
 
 def _add(schema: Schema, batch: pa.RecordBatch, found: _Found) -> None:
-    if schema.user is not None:
-        found.users.update(pc.unique(batch.column(schema.user)).to_pylist())
     for task, (observed, positive) in count_labels(schema, {name: batch.column(name) for name in batch.schema.names}).items():
         found.labels[task]["observed"] += observed
         found.labels[task]["positive"] += positive

@@ -9,6 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from gem_core.spec import RequestError, RunFailed
+from gem_data.audit import audit
 from gem_data.cli import app
 from gem_data.cli.prepare import parse_memory
 from gem_data.prepare import prepare
@@ -62,6 +63,7 @@ def test_no_sizes(text: str) -> None:
         parse_memory(text)
 
 
+@pytest.mark.filterwarnings("ignore:2 of 2 test rows have an id")
 def test_case_D13_poor_splits_warn(shop: Any) -> None:
     shop.table("log", {**shop.log, "user": [1, 1, 1, 1, 2, 2], "click": [1, 1, 0, 0, 1, 1]})
     with (
@@ -99,6 +101,21 @@ def test_down_sampling_is_stable_nested_and_recorded(shop: Any) -> None:
     assert few < {row["_time"] for row in shop.rows(name="out-0.5-0")}  # one hash: a larger share holds the smaller one
     sampled(shop, 0.2, seed=1)
     assert few != {row["_time"] for row in shop.rows(name="out-0.2-1")}
+
+
+def test_negatives_of_a_conditional_task_are_those_where_the_condition_holds(shop: Any) -> None:
+    n = 400
+    click, buy = np.arange(n) % 2, (np.arange(n) % 8 == 1).astype(int)
+    shop.table("log", {"user": [1] * n, "time": np.arange(n), "item": [1] * n, "click": click, "buy": buy})
+    shop.schema["task"].append({"name": "cvr", "label": "buy", "condition": "ctr"})
+    shop.definition["sampling"] = {"task": "cvr", "keep": 0.3}
+    shop.definition["split"] = {"kind": "time", "test_from": 320}
+    data = shop.run()
+    assert data["calibration"]["negatives"] == 120  # clicked and not bought, of 320
+    kept = [(row["label.ctr"], row["label.cvr"]) for row in shop.rows()]
+    assert (kept.count((0, 0)), kept.count((1, 1)), kept.count((1, 0))) == (160, 40, data["calibration"]["kept"])
+    assert 15 < data["calibration"]["kept"] < 60
+    assert audit(shop.folder / "out") == data
 
 
 def test_sampling_leaves_histories_and_split_alone(shop: Any, tmp_path: Path) -> None:

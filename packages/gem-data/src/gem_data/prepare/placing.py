@@ -29,13 +29,24 @@ def place_rows(engine: Engine, plan: Plan) -> int | None:
     return split.test_from if isinstance(split, TimeSplit) else None
 
 
+def negative(plan: Plan, task: str) -> str:
+    """SQL over ``placed``: a training row whose label of ``task`` is observed, which includes that the task's condition is positive, and is 0."""
+    numbers = {t.name: k for k, t in enumerate(plan.schema.task)}
+    conditions = {t.name: t.condition for t in plan.schema.task}
+    parts = ["gem_split = 'train'", f"gem_mask_{numbers[task]} = 1 AND gem_label_{numbers[task]} = 0"]
+    before = conditions[task]
+    while before is not None:
+        parts.append(f"gem_mask_{numbers[before]} = 1 AND gem_label_{numbers[before]} = 1")
+        before = conditions[before]
+    return " AND ".join(parts)
+
+
 def sampled_out(plan: Plan) -> str:
     """SQL over ``placed``: the row is a negative that down-sampling leaves out."""
     sampling = plan.definition.sampling
     assert sampling is not None
-    k = [t.name for t in plan.schema.task].index(sampling.task)
     drawn = hash_below(f"concat('{sampling.seed}:', CAST(gem_row AS STRING))", sampling.keep)
-    return f"gem_split = 'train' AND gem_mask_{k} = 1 AND gem_label_{k} = 0 AND NOT ({drawn})"
+    return f"{negative(plan, sampling.task)} AND NOT ({drawn})"
 
 
 def _moment(engine: Engine, test_fraction: float) -> int:

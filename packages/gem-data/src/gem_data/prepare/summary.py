@@ -5,7 +5,7 @@ from typing import Any
 from gem_data.ledger import Ledger
 from gem_data.prepare.engine import Engine
 from gem_data.prepare.output import USER
-from gem_data.prepare.placing import drop_counts, sampled_out
+from gem_data.prepare.placing import drop_counts, negative, sampled_out
 from gem_data.prepare.plan import Plan, raw
 from gem_data.prepare.stage import Staged
 from gem_data.prepare.where import sql
@@ -88,8 +88,7 @@ def _calibration(engine: Engine, plan: Plan) -> dict[str, Any] | None:
     sampling = plan.definition.sampling
     if sampling is None:
         return None
-    k = [t.name for t in plan.schema.task].index(sampling.task)
-    negatives = _one(engine, f"SELECT COUNT(*) FROM placed WHERE gem_split = 'train' AND gem_mask_{k} = 1 AND gem_label_{k} = 0")
+    negatives = _one(engine, f"SELECT COUNT(*) FROM placed WHERE {negative(plan, sampling.task)}")
     left_out = _one(engine, f"SELECT COUNT(*) FROM placed WHERE {sampled_out(plan)}")
     return {
         "task": sampling.task,
