@@ -124,6 +124,13 @@ def test_a_box_of_columns_is_read(tmp_path: Path) -> None:
     assert target.tolist() == [[7.0], [10.0]]
 
 
+def test_a_file_that_ends_early_is_told_even_unverified(tmp_path: Path) -> None:
+    path = write(tmp_path, 1) / "tensors-0-0.safetensors"
+    path.write_bytes(path.read_bytes()[:-2])
+    with pytest.raises(RunFailed, match="it ends 2 bytes early"):
+        tensors_of(find_checkpoint(tmp_path))
+
+
 # ---- what is kept -----------------------------------------------------------------------------------------------------------------------
 
 

@@ -66,6 +66,9 @@ def write_checkpoint(folder: Path, content: Content, *, keep: int, rank: int = 0
         if rank == 0:
             shutil.rmtree(draft, ignore_errors=True)
         raise _failed(error, content.step) from error
+    except RuntimeError as error:  # of the process group: a rank is gone
+        so = f"rank {rank} lost the others while it was written: {error}"
+        raise RunFailed(f"the checkpoint of step {content.step}", so, KEPT) from error
     return folder / f"step-{content.step}"
 
 
@@ -164,7 +167,7 @@ class Saver:
         """Wait, and end the thread. An error goes to the log: the run is ending for another reason."""
         try:
             self.wait()
-        except RunFailed as error:
+        except Exception as error:
             log.error("%s", error)
         if self._pool is not None:
             self._pool.shutdown()
