@@ -109,6 +109,11 @@ def make_table(rows: int, seed: int = 0, longest: int = LONGEST) -> pa.Table:
     )
 
 
+def change(table: pa.Table, name: str, column: Any) -> pa.Table:
+    """The table with another column of that name."""
+    return table.set_column(table.column_names.index(name), name, column)
+
+
 def write(table: pa.Table, path: Path, unit: int) -> None:
     """One file, with units of about so many rows."""
     path.parent.mkdir(parents=True, exist_ok=True)
