@@ -35,7 +35,7 @@ SEQUENCE = '[[sequence]]\nname = "s{i}"\nmax_length = 4096\n[[sequence.id]]\n' +
 
 
 def write(folder: Path, rows: int, group: int) -> Path:
-    """Rows with five histories each, geometric lengths of mean 200, uniform ids below 2^20 as int64, zstd."""
+    """Rows with five histories each, geometric lengths of mean 200, uniform ids below 2^20 as int64, written as `gem data prepare` does."""
     rng = np.random.default_rng(0)
     (folder / "schema.toml").write_text(SCHEMA.format(items=ITEMS) + "".join(SEQUENCE.format(i=i, items=ITEMS) for i in range(SEQUENCES)))
     writer = None
@@ -51,7 +51,9 @@ def write(folder: Path, rows: int, group: int) -> Path:
             offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
             columns[name] = pa.ListArray.from_arrays(pa.array(offsets), pa.array(rng.integers(0, ITEMS, int(offsets[-1]))))
         table = pa.table(columns)
-        writer = writer or pa.parquet.ParquetWriter(folder / "train.parquet", table.schema, compression="zstd")
+        writer = writer or pa.parquet.ParquetWriter(
+            folder / "train.parquet", table.schema, compression="zstd", compression_level=1, use_dictionary=False
+        )
         writer.write_table(table, row_group_size=group)
     assert writer is not None
     writer.close()
