@@ -43,3 +43,18 @@ def test_planted_fault_a_wrong_row_is_seen(saved: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(ranks_checkpoint, "whole", other)
     with pytest.raises(AssertionError, match="item weight"):
         ranks_checkpoint.load_all(saved, 0, 1)
+
+
+def test_case_E02_dense_weights_and_optimiser_move_between_shardings(tmp_path: Path) -> None:
+    for world in WORLDS:
+        run("save_dense", world, tmp_path)
+    for world in WORLDS:
+        run("load_dense", world, tmp_path)
+
+
+def test_all_ranks_learn_that_one_has_a_nan(tmp_path: Path) -> None:
+    run("save_spoiled", 2, tmp_path)
+    told = [(tmp_path / f"told{rank}.txt").read_text() for rank in range(2)]
+    assert told[0] == told[1]
+    assert "the checkpoint of step 2: tables/city/weight holds a value that is not finite" in told[0]
+    assert [path.name for path in (tmp_path / "spoiled").iterdir()] == ["step-1"]

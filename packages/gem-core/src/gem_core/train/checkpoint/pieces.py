@@ -59,7 +59,7 @@ def pieces_of(tensor: Tensor) -> Pieces:
     if isinstance(tensor, DTensor):
         held: Any = tensor
         chunks: list[ChunkStorageMetadata] = held.__create_chunk_list__()
-        local = tensor.to_local()
+        local = tensor.detach().to_local()
         return Pieces(tuple(tensor.shape), tensor.dtype, [Piece(tuple(chunk.offsets), local) for chunk in chunks if math.prod(chunk.sizes)])
     return Pieces(tuple(tensor.shape), tensor.dtype, [Piece((0,) * tensor.dim(), tensor.detach())])
 
