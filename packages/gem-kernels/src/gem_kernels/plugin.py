@@ -1,6 +1,7 @@
 """Declarations of the kernels. Imports no torch and no triton."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from gem_core.spec import CliCommand, KernelImpl, hookimpl
 
@@ -116,10 +117,11 @@ def gem_kernel_impls() -> Sequence[KernelImpl]:
         *_sdpa("jagged_attention", ("cross", "causal", "window", "broadcast_q", "bias", "gqa")),
         *_sdpa("pooled_attention", ("per_row_seeds", "gqa")),
         _portable("block_attention", ("rope", "rope_v"), "check_block_attention"),
+        replace(_gluon("hstu_attention", "gem_kernels.ops.hstu_attention.launch:gluon", ("causal", "noncausal", "window")), dtypes=("bf16",)),
         _portable("hstu_attention", ("causal", "noncausal", "window", "contextual", "targets", "bias"), "check_attention"),
         _portable("pooled_attention", ("per_row_seeds", "gqa"), "check_attention"),
         _portable("norm_linear", ("rms", "layer", "before", "after", "affine", "residual")),
-        _portable("pffn", ("scale_after", *(word for word in _GDPA_FEATURES if word.startswith("act_"))), "check_attention"),
+        _portable("pffn", ("scale_after", *(word for word in _GDPA_FEATURES if word.startswith("act_"))), "check_pffn"),
         *(_portable(op, (), None, "jagged.move", _MOVED) for op in ("jagged_concat", "jagged_split", "jagged_pad", "jagged_unpad")),
         _portable("jagged_dense_bmm_add", (), module="jagged.product"),
     ]

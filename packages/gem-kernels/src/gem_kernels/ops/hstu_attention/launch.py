@@ -1,4 +1,7 @@
-"""The ``triton`` backend of ``hstu_attention``: custom ops with fake and autograd registration, FLOP formulas. The first call imports triton."""
+"""The backends of ``hstu_attention``: custom ops with fake and autograd registration, FLOP formulas. The first call imports triton.
+
+``gluon`` takes its gradients from the Hopper kernels of gdpa and the rest from the portable ones, which are as fast forward.
+"""
 
 from functools import cache
 from importlib import import_module
@@ -52,6 +55,11 @@ def choose(kernel: str, width: int, *, wide_dtype: bool, longest: int, roomy: bo
     return LONG_ROWS[kernel]
 
 
+def gluon(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, **options: Any) -> Tensor:
+    """As ``hstu_attention``, gradients by the Hopper kernels: without prefix, targets and bias."""
+    return hstu_attention(q, k, v, offsets, **options, hopper=True)
+
+
 def hstu_attention(
     q: Tensor,
     k: Tensor,
@@ -66,6 +74,7 @@ def hstu_attention(
     targets: Tensor | None = None,
     bias: Tensor | None = None,
     norm_length: int | None = None,
+    hopper: bool = False,
 ) -> Tensor:
     """HSTU's pointwise attention; shapes and meaning are those of ``gem_core.ops.hstu_attention``.
 
@@ -75,13 +84,19 @@ def hstu_attention(
     """
     factor = q.shape[-1] ** -0.5 if scale is None else float(scale)
     norm = 1.0 / (max(max_length, 1) if norm_length is None else norm_length)
-    out: Tensor = torch.ops.gem_kernels.hstu_attention(q, k, v, offsets, contextual, targets, bias, max_length, factor, norm, causal, window)
+    settings = (max_length, factor, norm, causal, window, hopper)
+    out: Tensor = torch.ops.gem_kernels.hstu_attention(q, k, v, offsets, contextual, targets, bias, *settings)
     return out
 
 
 @cache
 def _kernels() -> Any:
     return import_module("gem_kernels.ops.hstu_attention.triton")
+
+
+@cache
+def _hopper() -> Any:
+    return import_module("gem_kernels.ops.hstu_attention.hopper")
 
 
 class _Inputs(NamedTuple):
@@ -99,6 +114,7 @@ class _Inputs(NamedTuple):
     norm: float
     causal: bool
     window: int | None
+    hopper: bool
 
     def made_readable(self) -> "_Inputs":
         q, k, v = host.readable(self.q, self.k, self.v)
@@ -150,9 +166,10 @@ def _forward(
     norm: float,
     causal: bool,
     window: int | None,
+    hopper: bool,
 ) -> Tensor:
     host.check_call("hstu_attention", q, (k, v, bias), width=max(q.shape[-1], v.shape[-1]), limit=MAX_WIDTH)
-    call = _Inputs(q, k, v, offsets, contextual, targets, bias, max_length, scale, norm, causal, window).made_readable()
+    call = _Inputs(q, k, v, offsets, contextual, targets, bias, max_length, scale, norm, causal, window, hopper).made_readable()
     shape = (q.shape[0], q.shape[1], v.shape[-1])
     if call.nothing_to_do():
         return q.new_zeros(shape)
@@ -177,10 +194,13 @@ def _grad(
     norm: float,
     causal: bool,
     window: int | None,
+    hopper: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    call = _Inputs(q, k, v, offsets, contextual, targets, bias, max_length, scale, norm, causal, window).made_readable()
+    call = _Inputs(q, k, v, offsets, contextual, targets, bias, max_length, scale, norm, causal, window, hopper).made_readable()
     if call.nothing_to_do():
         return q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
+    if hopper:
+        return _hopper().grad(call, dout)  # type: ignore[no-any-return]
     dq, dk, dv = (t.new_empty(t.shape) for t in (q, k, v))
     dout = dout.contiguous()
     config = call.config("query_grad")
@@ -205,8 +225,9 @@ def _bias_grad(
     norm: float,
     causal: bool,
     window: int | None,
+    hopper: bool,
 ) -> Tensor:
-    call = _Inputs(q, k, v, offsets, contextual, targets, bias, max_length, scale, norm, causal, window).made_readable()
+    call = _Inputs(q, k, v, offsets, contextual, targets, bias, max_length, scale, norm, causal, window, hopper).made_readable()
     if call.nothing_to_do():
         return bias.new_zeros(bias.shape)
     dbias = bias.new_empty(bias.shape)
@@ -244,7 +265,7 @@ def _backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         dq, dk, dv = torch.ops.gem_kernels.hstu_attention_grad(dout, *tensors, *ctx.settings)
     if wanted[6]:
         dbias = torch.ops.gem_kernels.hstu_attention_bias_grad(dout, *tensors, *ctx.settings)
-    return (dq, dk, dv, None, None, None, dbias, *(None,) * 5)
+    return (dq, dk, dv, None, None, None, dbias, *(None,) * 6)
 
 
 _forward.register_autograd(_backward, setup_context=_save)

@@ -1,6 +1,6 @@
 """The ``triton`` backend of ``norm_linear``: custom ops with fake and autograd registration, FLOP formulas. The first call imports triton.
 
-16-bit inputs run fused. In float32, and where the rows of the product are too wide to be held, a kernel norms the rows and torch multiplies.
+16-bit inputs run fused. In float32, with a residual, and where rows are too wide to be held, a kernel adds and norms the rows and torch multiplies.
 """
 
 from functools import cache
@@ -17,8 +17,8 @@ from gem_core.spec import KernelUnavailable
 from gem_kernels.ops import host
 from gem_kernels.ops.limits import MAX_NORM_WIDTH
 
-FUSED_WIDTH, FUSED_SUM_WIDTH = 512, 256
-"""Widest rows that the ``after`` kernel holds in registers, alone and beside a residual or the sum that is returned."""
+FUSED_WIDTH = 512
+"""Widest normed rows of the fused kernels: ``after`` holds them in registers."""
 MAX_ROWS = 2**30
 """The copy engine counts rows in 32 bits."""
 PROGRAMS = 1024
@@ -123,70 +123,58 @@ def _added(parts: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     return None if parts is None else parts.sum(0).to(dtype)
 
 
-def _fits(x: Tensor, weight: Tensor, before: bool, widest: int) -> bool:
-    """Whether a fused kernel takes the call; ``widest`` rows of a result that it holds. Tensor descriptors want addresses and rows in multiples of 16 bytes."""
+def _fits(x: Tensor, weight: Tensor, before: bool) -> bool:
+    """Whether a fused kernel takes the call: tensor descriptors want addresses and rows in multiples of 16 bytes."""
     aligned = all(t.data_ptr() % 16 == 0 and t.stride(0) % 8 == 0 for t in (x, weight)) and weight.shape[0] % 8 == 0
-    return x.element_size() == 2 and aligned and 0 < x.shape[0] <= MAX_ROWS and (before or weight.shape[0] <= widest)
+    width = weight.shape[1] if before else weight.shape[0]
+    return x.element_size() == 2 and aligned and 0 < x.shape[0] <= MAX_ROWS and width <= FUSED_WIDTH
 
 
-def before_tile(width: int, *, alone: bool, roomy: bool) -> Tile:
-    """How the ``before`` kernel cuts a result of ``width`` columns; ``alone``: there is no residual to hold beside it, ``roomy``: an SM has the
-    shared memory of Hopper."""
-    block = host.block_width(width)
-    return Tile(128 if alone else 64, min(256, block), 64, 3, 8) if roomy else Tile(64, min(128, block), 32, 2, 4)
+def before_tile(width: int, roomy: bool) -> Tile:
+    """How the ``before`` kernel cuts a result of ``width`` columns; ``roomy``: an SM has the shared memory of Hopper."""
+    return Tile(128, min(256, host.block_width(width)), 64, 3, 8) if roomy else Tile(64, min(128, host.block_width(width)), 32, 2, 4)
 
 
-def after_tile(width: int, *, alone: bool, roomy: bool) -> Tile:
+def after_tile(width: int, roomy: bool) -> Tile:
     """As ``before_tile``, for the ``after`` kernel, whose tiles hold whole rows."""
     block = host.block_width(width)
     if not roomy:
         return Tile(32, block, 32, 2, 8)
-    return Tile(64, block, 32, 4, 8) if block > 256 else Tile(128 if alone else 64, block, 64, 3, 8)
+    return Tile(64, block, 32, 4, 8) if block > 256 else Tile(128, block, 64, 3, 8)
 
 
 def _descriptor(tensor: Tensor, rows: int, columns: int) -> Any:
     return import_module("triton.tools.tensor_descriptor").TensorDescriptor.from_tensor(tensor, [rows, columns])
 
 
-def _launch_fused(kernel: Any, cut: Tile, x: Tensor, weight: Tensor, out: Tensor, residual: Maybe, layer: bool, eps: float, **arguments: Any) -> None:
-    """One program an SM over the tiles of ``out``; both products' operands and the result go through the copy engine."""
-    rows, width = out.shape
+def _launch_fused(kernel: Any, cut: Tile, x: Tensor, weight: Tensor, layer: bool, eps: float, **arguments: Any) -> Tensor:
+    """One program an SM over the tiles of the result; both operands of the product and the result go through the copy engine."""
+    rows, width = x.shape[0], weight.shape[0]
+    out = x.new_empty((rows, width))
     host.launch(
         kernel, x, -(-rows // cut.rows) * -(-width // cut.block), programs=host.multiprocessors(x), x=_descriptor(x, cut.rows, cut.step),
-        weight=_descriptor(weight, cut.block, cut.step), out=_descriptor(out, cut.rows, cut.block), residual=residual, rows=rows, eps=eps,
-        residual_stride=0 if residual is None else residual.stride(0), LAYER=layer, WIDTH=width, INNER=x.shape[1], ROWS=cut.rows, BLOCK=cut.block,
-        STEP=cut.step, STAGES=cut.stages, FLAT=residual is None and arguments["total"] is None, num_warps=cut.warps, **arguments,
+        weight=_descriptor(weight, cut.block, cut.step), out=_descriptor(out, cut.rows, cut.block), rows=rows, eps=eps, LAYER=layer, WIDTH=width,
+        INNER=x.shape[1], ROWS=cut.rows, BLOCK=cut.block, STEP=cut.step, STAGES=cut.stages, num_warps=cut.warps, **arguments,
     )  # fmt: skip
+    return out
 
 
-def _fused_before(
-    x: Tensor, weight: Tensor, bias: Maybe, gamma: Maybe, beta: Maybe, residual: Maybe, layer: bool, eps: float, keep: bool
-) -> tuple[Tensor, Tensor]:
+def _fused_before(x: Tensor, weight: Tensor, bias: Maybe, gamma: Maybe, beta: Maybe, layer: bool, eps: float) -> Tensor:
     shift = None if beta is None else weight.float() @ beta.float()
     if shift is not None and bias is not None:
         shift = shift + bias
     scaled = weight if gamma is None else weight * gamma
-    out, total = x.new_empty((x.shape[0], weight.shape[0])), x.new_empty(x.shape if keep else (0,))
-    cut = INTERPRETER if host.interpreted() else before_tile(weight.shape[0], alone=residual is None, roomy=host.roomy(x))
-    _launch_fused(
-        _kernels().before_kernel, cut, x, scaled, out, residual, layer, eps, bias=bias if shift is None else shift, pivots=x,
-        sums=scaled.float().sum(1) if layer else None, total=total if keep and residual is not None else None, x_stride=x.stride(0),
-    )  # fmt: skip
-    # Without a residual what was normed is x itself.
-    return out, total.copy_(x) if keep and residual is None else total
+    sums = scaled.float().sum(1) if layer else None
+    cut = INTERPRETER if host.interpreted() else before_tile(weight.shape[0], host.roomy(x))
+    arguments = {"bias": bias if shift is None else shift, "values": x, "sums": sums, "x_stride": x.stride(0)}
+    return _launch_fused(_kernels().before_kernel, cut, x, scaled, layer, eps, **arguments)
 
 
-def _fused_after(
-    x: Tensor, weight: Tensor, bias: Maybe, gamma: Maybe, beta: Maybe, residual: Maybe, layer: bool, eps: float, keep: bool
-) -> tuple[Tensor, Tensor]:
-    out = x.new_empty((x.shape[0], weight.shape[0]))
-    total = x.new_empty(out.shape if keep else (0,))
-    cut = after_tile(weight.shape[0], alone=residual is None and not keep, roomy=host.roomy(x))
+def _fused_after(x: Tensor, weight: Tensor, bias: Maybe, gamma: Maybe, beta: Maybe, layer: bool, eps: float) -> Tensor:
+    cut = after_tile(weight.shape[0], host.roomy(x))
     if host.interpreted():
         cut = INTERPRETER._replace(block=cut.block)
-    arguments = {"bias": bias, "gamma": gamma, "beta": beta, "total": total if keep else None}
-    _launch_fused(_kernels().after_kernel, cut, x, weight, out, residual, layer, eps, **arguments)
-    return out, total
+    return _launch_fused(_kernels().after_kernel, cut, x, weight, layer, eps, bias=bias, gamma=gamma, beta=beta)
 
 
 @torch.library.custom_op("gem_kernels::norm_linear", mutates_args=())
@@ -209,10 +197,9 @@ def _forward(
         raise KernelUnavailable("norm_linear with backend 'triton'", f"rows of {normed} are above {MAX_NORM_WIDTH}", "Use backend='reference'.")
     x, weight, residual = _readable(x, weight, residual)
     with host.no_autocast(x):
-        widest = FUSED_WIDTH if residual is None and not keep else FUSED_SUM_WIDTH
-        if _fits(x, weight, before, widest):
+        if residual is None and not keep and _fits(x, weight, before):
             fused = _fused_before if before else _fused_after
-            return fused(x, weight, bias, gamma, beta, residual, layer, eps, keep)
+            return fused(x, weight, bias, gamma, beta, layer, eps), x.new_empty(0)
         if before:
             normed_rows, total = norm_rows(x, residual, gamma, beta, layer=layer, eps=eps, keep=keep)
             return F.linear(normed_rows, weight, bias), total

@@ -76,7 +76,7 @@ class _Inputs(NamedTuple):
     def splits(self, programs: int) -> int:
         return max(1, min(PROGRAMS // max(programs, 1), self.max_k // SPLIT_KEYS))
 
-    def run(self, kernel: Any, tiles: int, **arguments: Any) -> None:
+    def run(self, kernel: Any, tiles: int, *, pipelined: bool = True, **arguments: Any) -> None:
         q, k, v = self.q, self.k, self.v
         block_m, block_n, warps, stages = self.blocks()
         host.launch(
@@ -84,7 +84,7 @@ class _Inputs(NamedTuple):
             scale=self.scale, q_row=q.stride(0) if q.dim() == 4 else 0, q_seed=q.stride(-3), q_head=q.stride(-2), k_token=k.stride(0),
             k_head=k.stride(1), v_token=v.stride(0), v_head=v.stride(1), GROUP=q.shape[-2] // k.shape[1], DIM=q.shape[-1], V_DIM=v.shape[-1],
             BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=host.block_width(q.shape[-1]), BLOCK_V=host.block_width(v.shape[-1]),
-            PRECISION=host.precision(q), num_warps=warps, num_stages=stages, **arguments,
+            PRECISION=host.precision(q), num_warps=warps, num_stages=stages if pipelined else 1, **arguments,
         )  # fmt: skip
 
 
@@ -122,7 +122,9 @@ def _grad(
     dk, dv = k.new_empty(k.shape), v.new_empty(v.shape)
     shared: dict[str, Any] = {"dout": dout, "lse": lse, "delta": delta}
     block_m, block_n, _, _ = call.blocks()
-    call.run(_kernels().key_grad_kernel, call.rows * k.shape[1] * -(-max_k // block_n), dk=dk, dv=dv, kv_heads=k.shape[1], **shared)
+    tiles = call.rows * k.shape[1] * -(-max_k // block_n)
+    # Few seeds make a short loop, which a pipeline only takes registers from.
+    call.run(_kernels().key_grad_kernel, tiles, pipelined=False, dk=dk, dv=dv, kv_heads=k.shape[1], **shared)
     return _query_grad(call, block_m, shared), dk, dv
 
 

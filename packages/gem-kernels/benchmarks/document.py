@@ -1,0 +1,105 @@
+"""Write the table of kernels and their measured speeds into docs/kernels.md, from the plugin's declarations and results/h200.csv.
+
+    python3 packages/gem-kernels/benchmarks/document.py [--check]
+
+``--check`` changes nothing and ends with 1 if the page is out of date.
+"""
+
+import argparse
+import csv
+import sys
+from pathlib import Path
+
+from gem_core.spec import KernelImpl
+from gem_kernels.plugin import gem_kernel_impls
+
+HERE = Path(__file__).parent
+RESULTS = HERE / "results" / "h200.csv"
+PAGE = HERE.parents[2] / "docs" / "kernels.md"
+BEGIN, END = "<!-- kernels of gem-kernels: written by benchmarks/document.py -->", "<!-- end of kernels -->"
+Rows = list[dict[str, str]]
+
+
+def architectures(impl: KernelImpl) -> str:
+    """Where a kernel runs, in words."""
+    gpu = ""
+    if "cuda" in impl.devices:
+        low, high = impl.min_arch, impl.max_arch
+        gpu = "any GPU" if low is None else f"sm{low}" if low == high else f"sm{low} and later"
+    others = {"cpu": "CPU", "interpreter": "interpreter (fp32, fp16)"}
+    return ", ".join(filter(None, (gpu, *(others[d] for d in impl.devices if d in others))))
+
+
+def features(impl: KernelImpl) -> str:
+    """Feature words, the activations in one."""
+    words = [word for word in impl.features if not word.startswith("act_")]
+    return " ".join([*words, "act_*"] if len(words) < len(impl.features) else words) or "none"
+
+
+def declared(impls: list[KernelImpl]) -> list[str]:
+    """The table of what is offered."""
+    lines = ["| op | backend | runs on | dtypes | head sizes | features | bit-reproducible |", "|---|---|---|---|---|---|---|"]
+    for impl in sorted(impls, key=lambda impl: (impl.op, impl.backend, impl.variant)):
+        name = "/".join(filter(None, (impl.backend, impl.variant)))
+        sizes = "any" if impl.head_dims is None else ", ".join(map(str, impl.head_dims))
+        facts = (architectures(impl), " ".join(impl.dtypes), sizes, features(impl), "yes" if impl.deterministic else "no")
+        lines.append(f"| `{impl.op}` | `{name}` | {' | '.join(facts)} |")
+    return lines
+
+
+def measured(rows: Rows) -> list[str]:
+    """The table of speeds; of rows of the same thing the last counts."""
+    latest = {(r["op"], r["activation"], r["shape"], r["backend"], r["mode"]): r for r in rows}
+    lines = [
+        "| op | with | shape | backend | forward ms | TFLOP/s | GB/s | backward ms | TFLOP/s | GB/s |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for op, activation, shape, backend in dict.fromkeys(key[:4] for key in sorted(latest)):
+        cells = [f"`{op}`", activation or "", shape, backend]
+        for mode in ("fwd", "bwd"):
+            row = latest.get((op, activation, shape, backend, mode))
+            cells += ["", "", ""] if row is None else [row["ms"], row["tflops"] if float(row["tflops"]) else "", row["gbps"]]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def section(impls: list[KernelImpl], rows: Rows) -> str:
+    """What stands between the two marks."""
+    machines = sorted({(r["gpu"], r["torch"], r["triton"]) for r in rows})
+    where = "; ".join(f"{gpu}, torch {torch}, triton {triton}" for gpu, torch, triton in machines)
+    dates = sorted({r["date"] for r in rows})
+    days = " to ".join(dict.fromkeys((dates[0], dates[-1])))
+    about = (
+        f"Measured on {where} ({days}), medians of CUDA events, the L2 cache cleared before each call.\n"
+        "1,152 rows, 4 heads of 128, bf16. FLOPs count real tokens; backward attention counts 2.5 forwards, since it recomputes the scores. GB/s\n"
+        "read or write each tensor once. `matmul`, `compiled`, `varlen_attn` and `cudnn` are peers that come with torch; `matmul` is the product\n"
+        "without its norm."
+    )
+    limits = "Head sizes of the portable attention kernels end at 256, those of block attention at 128."
+    return "\n".join([BEGIN, "", *declared(impls), "", limits, "", about, "", *measured(rows), "", END])
+
+
+def page(text: str, written: str) -> str:
+    """``text`` with its marked section replaced, or with the section added at its end."""
+    if BEGIN not in text:
+        return f"{text.rstrip()}\n\n## The kernels of gem-kernels\n\n{written}\n"
+    head, rest = text.split(BEGIN, 1)
+    return head + written + rest.split(END, 1)[1]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="only say whether the page is up to date")
+    options = parser.parse_args()
+    with RESULTS.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    now = PAGE.read_text(encoding="utf-8")
+    wanted = page(now, section(list(gem_kernel_impls()), rows))
+    if options.check and now != wanted:
+        sys.exit(f"{PAGE.name} is out of date: run {Path(__file__).name}")
+    if not options.check:
+        PAGE.write_text(wanted, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

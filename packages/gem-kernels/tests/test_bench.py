@@ -1,0 +1,168 @@
+"""``gem kernels bench`` and the page that is written from its results."""
+
+import csv
+import importlib.util
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from gem_core.spec import MachineError, RequestError, load_object
+from gem_kernels.bench import cli, measure
+from gem_kernels.bench.backends import backends_of, resolve
+from gem_kernels.bench.shapes import SHAPES, SHAPES_OF, VARIANTS_OF
+from gem_kernels.bench.workloads import build
+from gem_kernels.plugin import gem_cli_commands, gem_kernel_impls
+
+PACKAGE = Path(__file__).parents[1]
+CPU = pytest.mark.skipif(torch.cuda.is_available(), reason="a smoke run of the CPU")
+
+
+def run(**options):
+    given = {"op": None, "backend": None, "shape": None, "mode": None, "dtype": "fp32", "csv_file": None, "smoke": True}
+    cli.bench(**{**given, **options})
+
+
+def small(op="gdpa", **options):
+    return build(op, options.get("variant", ""), SHAPES["self-L256"], [3, 0, 20], torch.float32, "cpu")
+
+
+@CPU
+def test_a_smoke_run_writes_a_row_for_each_backend_and_mode(tmp_path, capsys):
+    target = tmp_path / "new" / "rows.csv"
+    run(op=["block_attention"], backend=["triton", "reference"], csv_file=target)
+    run(op=["jagged_pad"], backend=["triton"], mode="fwd", csv_file=target)
+    with target.open() as file:
+        rows = list(csv.DictReader(file))
+    assert tuple(rows[0]) == cli.FIELDS
+    assert [(r["op"], r["backend"], r["activation"], r["mode"]) for r in rows] == [
+        *(
+            ("block_attention", name, word, mode)
+            for word in ("softmax", "softmax rope")
+            for name in ("triton", "reference")
+            for mode in ("fwd", "bwd")
+        ),
+        ("jagged_pad", "triton", "", "fwd"),
+    ]
+    assert all(float(r["ms"]) > 0 for r in rows)
+    assert "block_attention" in capsys.readouterr().out
+
+
+@CPU
+def test_a_backend_that_does_not_fit_says_why_and_gets_no_row(tmp_path, capsys):
+    run(op=["gdpa"], backend=["gluon"], csv_file=tmp_path / "rows.csv")
+    assert "fit" in capsys.readouterr().out
+    with (tmp_path / "rows.csv").open() as file:
+        assert list(csv.DictReader(file)) == []
+
+
+@CPU
+@pytest.mark.parametrize("fault", ["output", "gradient"])
+def test_no_speed_is_reported_for_a_backend_that_is_wrong(fault, tmp_path, capsys):
+    from gem_core.ops.gdpa import reference
+
+    def wrong(q, **options):
+        out = reference(q, **options)
+        return out * 1.01 if fault == "output" else out + (q - q.detach()) * 0.1
+
+    with patch("gem_kernels.bench.backends.kernel", lambda request, backend: wrong):
+        run(op=["gdpa"], backend=["triton"], csv_file=tmp_path / "rows.csv")
+    assert "no speed: result" in capsys.readouterr().out
+    with (tmp_path / "rows.csv").open() as file:
+        assert list(csv.DictReader(file)) == []
+
+
+def test_a_right_function_is_found_right():
+    from gem_core.ops.gdpa import reference
+
+    assert measure.wrong(reference, small()) is None
+
+
+@pytest.mark.parametrize("op", SHAPES_OF)
+def test_every_op_can_be_built_and_called(op):
+    for variant in VARIANTS_OF.get(op, ("",)):
+        work = build(op, variant, SHAPES[SHAPES_OF[op][0]], [3, 0, 20], torch.float32, "cpu")
+        outputs = measure.flat(work.call(measure.reference_of(op)))
+        assert all(torch.isfinite(output).all() for output in outputs)
+        assert work.leaves()
+        assert callable(resolve(work, "reference"))
+        assert work.flops > 0 or op in ("jagged_concat", "jagged_split", "jagged_pad", "jagged_unpad")
+
+
+def test_every_op_that_this_package_speeds_up_has_shapes():
+    assert {impl.op for impl in gem_kernel_impls()} == set(SHAPES_OF)
+    assert backends_of("gdpa")[-1] == "reference"
+
+
+def test_a_cast_keeps_values_and_makes_new_leaves():
+    work = build("block_attention", "rope", SHAPES["block-u2000"], [3, 20], torch.bfloat16, "cpu")
+    wide = work.cast(torch.float64)
+    assert torch.equal(wide.arguments["q"].float(), work.arguments["q"].float())
+    assert wide.arguments["q"].is_leaf
+    assert wide.arguments["q"].requires_grad
+    assert (wide.arguments["rope"].dtype, work.arguments["rope"].dtype) == (torch.float64, torch.float32)
+    assert wide.cast(torch.bfloat16).arguments["rope"].dtype == torch.float32
+
+
+def test_lengths_are_the_published_ones():
+    assert SHAPES["self-L256"].lengths(4) == [256] * 4
+    block = SHAPES["block-u2000"].lengths(1152)
+    assert (min(block) >= 801, max(block) <= 2000) == (True, True)
+    assert sum(block) / 1152 == pytest.approx(1400, rel=0.02)
+    assert SHAPES["self-u1024"].lengths(9) == SHAPES["self-u1024"].lengths(9)
+
+
+@pytest.mark.parametrize("options", [{"op": ["gdpaa"]}, {"shape": ["self-L7"]}, {"mode": "both"}, {"dtype": "fp8"}], ids=str)
+def test_unknown_words_are_refused_with_the_known_ones(options):
+    with pytest.raises(RequestError, match="Known: "):
+        run(**options)
+
+
+@CPU
+def test_without_a_gpu_nothing_is_measured():
+    with pytest.raises(MachineError, match="--smoke"):
+        run(smoke=False)
+
+
+def test_the_command_is_declared_and_can_be_loaded():
+    (command,) = [c for c in gem_cli_commands() if c.name == "kernels bench"]
+    assert load_object(command.load) is cli.bench
+
+
+# ---- docs/kernels.md ------------------------------------------------------------------------------------------------------------------
+
+
+def document():
+    path = PACKAGE / "benchmarks" / "document.py"
+    spec = importlib.util.spec_from_file_location("gem_kernels_document", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def written():
+    if not (PACKAGE / "benchmarks" / "document.py").exists():
+        pytest.skip("the benchmarks are not beside an installed package")
+    return document()
+
+
+def test_the_page_of_kernels_is_up_to_date(written):
+    if not written.PAGE.exists():
+        pytest.skip("the documents are not beside an installed package")
+    rows = list(csv.DictReader(written.RESULTS.open()))
+    text = written.PAGE.read_text()
+    assert text == written.page(text, written.section(list(gem_kernel_impls()), rows)), "run benchmarks/document.py"
+
+
+def test_a_changed_figure_changes_the_page(written):
+    rows = list(csv.DictReader(written.RESULTS.open()))
+    impls = list(gem_kernel_impls())
+    text = written.page("# Page\n", written.section(impls, rows))
+    assert written.page(text, written.section(impls, rows)) == text
+    rows.append({**rows[-1], "ms": "123.4"})
+    changed = written.page(text, written.section(impls, rows))
+    assert changed != text
+    assert changed.count(written.BEGIN) == 1
+    assert "123.4" in changed
