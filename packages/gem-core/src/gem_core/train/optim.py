@@ -6,6 +6,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from gem_core.spec import RunFailed
 
@@ -47,6 +48,8 @@ def clip_gradients(module: nn.Module, max_norm: float) -> float:
     """
     named = [(name, p) for name, p in module.named_parameters() if p.grad is not None]
     norm = nn.utils.get_total_norm([p.grad for _, p in named if p.grad is not None])
+    if isinstance(norm, DTensor):  # of sharded gradients
+        norm = norm.full_tensor()
     value = float(norm)
     if not math.isfinite(value):
         bad = [name for name, p in named if p.grad is not None and not bool(torch.isfinite(p.grad).all())]

@@ -45,9 +45,7 @@ class FullyShard:
             so = f"the run has {context.world} ranks and no process group"
             raise RequestError("strategy 'fsdp'", so, "Start with torchrun, or call torch.distributed.init_process_group first.")
         shards = context.world // self._replicas
-        grid = init_device_mesh(
-            torch.device(context.device).type, (self._replicas, shards), mesh_dim_names=("dense_replicate", "dense_shard")
-        )
+        grid = init_device_mesh(torch.device(context.device).type, (self._replicas, shards), mesh_dim_names=("dense_replicate", "dense_shard"))
         mesh = grid if self._replicas > 1 else grid["dense_shard"]
         for name, block in blocks(module):
             fully_shard(block, mesh=mesh, reshard_after_forward=self._reshard)

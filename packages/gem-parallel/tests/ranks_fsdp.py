@@ -1,0 +1,88 @@
+"""Run by test_fsdp.py, once for each rank: the ``fsdp`` strategy in every grid of this many ranks; saves the weights after some steps.
+
+usage: ranks_fsdp.py FOLDER RANK WORLD
+"""
+
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from gem_core.spec import ParallelContext, RequestError, Topology
+from gem_parallel.dense.fsdp import FullyShard
+
+ROWS, STEPS = 12, 4
+
+
+class Blocks(nn.Module):
+    """A stem, two blocks of odd sizes and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.stem = nn.Linear(5, 7)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(7, 9), nn.Tanh(), nn.Linear(9, 7)) for _ in range(2))
+        self.head = nn.Linear(7, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.head(x)[:, 0]  # type: ignore[no-any-return]
+
+
+def share(rank: int, world: int, step: int) -> Tensor:
+    """This rank's rows: even parts, and at step 2 all on the first rank."""
+    rows = torch.randn(ROWS, 5, generator=torch.Generator().manual_seed(step))
+    if step == 2:
+        return rows if rank == 0 else rows[:0]
+    return rows[ROWS * rank // world : ROWS * (rank + 1) // world]
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def train(module: nn.Module, rank: int, world: int) -> dict[str, Tensor]:
+    """A few steps on the mean loss of the global batch; the weights at the end, whole."""
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.05)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss = module(share(rank, world, step)).square().sum() / ROWS
+        (loss * world).backward()
+        optimizer.step()
+    return {name: whole(p.detach()).clone() for name, p in module.named_parameters()}
+
+
+def refused(context: ParallelContext, replicas: int) -> str:
+    try:
+        FullyShard(replicas=replicas).apply(Blocks(), context)
+    except RequestError as error:
+        return str(error)
+    return "no error"
+
+
+def main(folder: Path, rank: int, world: int) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world, timeout=timedelta(seconds=100))
+    context = ParallelContext(rank=rank, world=world, device="cpu", topology=Topology(world=world, device="cpu"))
+    saved: dict[str, Any] = {"weights": {}, "held": {}, "facts": {}}
+    for replicas in (1, 2, world):
+        for reshard in (True, False):
+            strategy, module = FullyShard(replicas=replicas, reshard=reshard), Blocks()
+            assert strategy.apply(module, context) is module
+            saved["held"][replicas] = sum(p.to_local().numel() for p in module.parameters() if isinstance(p, DTensor))
+            saved["weights"][replicas, reshard] = train(module, rank, world)
+            saved["facts"][replicas] = dict(strategy.describe())
+    saved["refused"] = refused(context, 3)
+    torch.save(saved, folder / f"rank{rank}.pt")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
