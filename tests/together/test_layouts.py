@@ -25,7 +25,7 @@ WITH = (
 """Eight full steps and one of a single row, which leaves all ranks but one without rows."""
 LOSS_BOUND = 2e-5
 VALUE_BOUND = 2e-5
-"""Largest difference of a weight, of its average or of an optimiser's state: sums in another order, and AdamW divides small gradients by their size."""
+"""Largest difference of a weight, its average or its optimiser state: sums in another order, and AdamW divides small gradients by their size."""
 
 
 def layout(dense: str, replicas: int, engine: str, tables: int = 1) -> tuple[str, ...]:
