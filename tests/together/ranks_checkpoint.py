@@ -78,6 +78,7 @@ def save_all(folder: Path, rank: int, world: int) -> None:
             for piece in engine.table_slices():
                 piece.tensor.copy_(values[f"tables/{piece.table}/{piece.name}"][box(piece)])
             pieces = table_pieces([piece for piece in engine.table_slices() if piece.saves])
+            assert layout != "torch" or bool(pieces) == (rank == 0), "every rank keeps the whole tables; one saves them"
             content = Content(step=1, pieces=pieces, trainer={"updates": UPDATES}, about={})
             write_checkpoint(folder / rule / f"{layout} on {world}", content, keep=1, rank=rank)
 

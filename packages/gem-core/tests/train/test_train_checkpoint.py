@@ -8,12 +8,16 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 import torch
 from gem_train_ranks import write_until_killed
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from gem_core.spec import RequestError, RunFailed
@@ -95,6 +99,29 @@ def test_tensors_of_every_kind_in_pieces_and_files_of_every_size(
     got = {name: tensor.view(torch.uint8) if tensor.dtype == torch.float8_e4m3fn else tensor for name, tensor in tensors_of(saved).items()}
     assert_equal(got, expected)
     saved.verify()
+
+
+cuts = st.lists(st.integers(0, 40), max_size=5)
+
+
+@settings(max_examples=25, deadline=None)
+@given(rows=st.integers(1, 40), width=st.integers(1, 5), saved_at=cuts, box=st.tuples(*[st.integers(0, 40)] * 2, *[st.integers(0, 5)] * 2))
+def test_any_box_comes_from_any_division(rows: int, width: int, saved_at: list[int], box: tuple[int, int, int, int]) -> None:
+    """Rows divided anywhere, also into parts without rows, are read as any box, against plain indexing. Other memory is not touched."""
+    whole = torch.arange(float(rows * width)).view(rows, width)
+    edges = sorted({0, rows, *(cut for cut in saved_at if cut < rows)})
+    parts = [Piece((begin, 0), whole[begin:end]) for begin, end in pairwise(edges)]
+    first, last, left, right = (min(value, limit) for value, limit in zip(box, (rows, rows, width, width), strict=True))
+    rows_wanted, columns_wanted = slice(min(first, last), max(first, last)), slice(min(left, right), max(left, right))
+    memory = torch.full((rows, width), -1.0)
+    with TemporaryDirectory() as folder:
+        made = Content(step=1, pieces={"t": Pieces((rows, width), torch.float32, parts)}, trainer={}, about={})
+        path = write_checkpoint(Path(folder) / "checkpoints", made, keep=1)
+        wanted = Piece((rows_wanted.start, columns_wanted.start), memory[rows_wanted, columns_wanted])
+        find_checkpoint(path).fill({"t": Pieces((rows, width), torch.float32, [wanted])})
+    expected = torch.full((rows, width), -1.0)
+    expected[rows_wanted, columns_wanted] = whole[rows_wanted, columns_wanted]
+    assert torch.equal(memory, expected)
 
 
 def test_files_are_what_the_safetensors_library_reads(tmp_path: Path) -> None:
@@ -214,6 +241,21 @@ def test_a_full_disk_is_told_and_nothing_is_left(tmp_path: Path, monkeypatch: py
     with pytest.raises(RunFailed, match=r"the checkpoint of step 2: rank 0 could not write it: OSError.*No space left on device.*before it is kept"):
         write(tmp_path, 2)
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-1"]
+
+
+def test_a_lost_rank_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def lost(*arguments: Any, **keywords: Any) -> None:
+        raise RuntimeError("Connection closed by peer")
+
+    monkeypatch.setattr(saver_module, "save", lost)
+    with pytest.raises(RunFailed, match="step 2: rank 0 lost the others while it was written: Connection closed by peer"):
+        write(tmp_path, 2)
+
+
+def test_parts_that_overlap_are_refused(tmp_path: Path) -> None:
+    twice = {"tables/t/weight": Pieces((4, 3), torch.float32, [Piece((0, 0), torch.zeros(3, 3)), Piece((2, 0), torch.zeros(2, 3))])}
+    with pytest.raises(RunFailed, match="tables/t/weight has overlapping chunks"):
+        write_checkpoint(tmp_path / "checkpoints", Content(step=1, pieces=twice, trainer={}, about={}), keep=1)
 
 
 def test_a_tensor_that_the_ranks_do_not_hold_whole_is_refused(tmp_path: Path) -> None:

@@ -51,3 +51,27 @@ def test_a_gpus_peak_is_known_or_measured() -> None:
     peak = peak_of(torch.device("cuda", 0), "bf16")
     assert peak.flops_per_second > 1e12
     assert peak.source.startswith(("vendor", "measured"))
+
+
+def test_case_E13_a_copy_beside_training_is_that_of_the_moment(tmp_path: Path) -> None:
+    """Tables on the GPU change on two streams right before and right after they are handed over."""
+    from gem_core.train.checkpoint.pieces import pieces_of
+    from gem_core.train.checkpoint.saver import Content, Saver
+    from gem_core.train.world import World
+
+    live = {f"tables/t{i}/weight": torch.zeros(1 << 20, 16, device="cuda") for i in range(4)}
+    side = torch.cuda.Stream()
+    saver = Saver(tmp_path / "checkpoints", World(device=torch.device("cuda", 0)), keep=9, told=lambda step, path: None)
+    for step in range(1, 4):
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for tensor in live.values():
+                tensor.add_(1.0)
+        pieces = {name: pieces_of(tensor) for name, tensor in live.items()}
+        saver.save(Content(step=step, pieces=pieces, trainer={}, about={}), background=True)
+        for tensor in live.values():
+            tensor.mul_(2.0).div_(2.0)
+    saver.close()
+    for step in range(1, 4):
+        saved = find_checkpoint(tmp_path / "checkpoints" / f"step-{step}")
+        assert all(bool((saved.tensor(name) == step).all()) for name in live)

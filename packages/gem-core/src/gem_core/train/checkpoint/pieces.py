@@ -104,9 +104,12 @@ class HostCopy:
 
     def take(self, pieces: Mapping[str, Pieces]) -> dict[str, Pieces]:
         """The pieces as they are now; overwrites what the call before gave."""
+        on_gpu = any(part.tensor.is_cuda for held in pieces.values() for part in held.parts)
+        if on_gpu:
+            torch.cuda.synchronize()  # an engine may still be writing on a stream of its own
         out = {name: Pieces(held.shape, held.dtype, [self._copy(name, part) for part in held.parts]) for name, held in pieces.items()}
-        if any(part.tensor.is_cuda for held in pieces.values() for part in held.parts):
-            torch.cuda.synchronize()  # the copies below are asynchronous
+        if on_gpu:
+            torch.cuda.synchronize()  # the copies are asynchronous
         return out
 
     def _copy(self, name: str, part: Piece) -> Piece:
