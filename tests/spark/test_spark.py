@@ -44,7 +44,7 @@ DEFINITION: dict[str, Any] = {
     "tables": {
         "log": {"path": "log-*.parquet", "user": "user", "time": "time", "unit": "ms"},
         "buys": {"path": "buys.parquet", "user": "user", "time": "time"},
-        "prices": {"path": "prices.parquet", "time": "since"},
+        "price-list": {"path": "prices.parquet", "time": "since"},
     },
     "impressions": {"table": "log", "share_histories": True},
     "histories": [
@@ -52,7 +52,7 @@ DEFINITION: dict[str, Any] = {
         {"name": "views", "table": "log", "where": [["kind", "in", ["it's", "back\\slash"]]], "last": 3},
     ],
     "conversions": [{"task": "cvr", "table": "buys", "match": ["item"], "within": 15}],
-    "sides": [{"table": "prices", "on": ["item"], "columns": ["price"], "as_of": True}],
+    "sides": [{"table": "price-list", "on": ["item"], "columns": ["price"], "as_of": True}],
     "sampling": {"task": "ctr", "keep": 0.6},
     "split": {"kind": "time", "test_fraction": 0.3},
 }

@@ -78,6 +78,20 @@ def test_an_existing_folder_is_not_touched(shop: Any) -> None:
     assert {path: path.stat().st_mtime_ns for path in (shop.folder / "out").rglob("*")} == before
 
 
+def test_the_folder_appears_by_one_rename_when_it_is_complete(shop: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[set[str]] = []
+
+    def fail(source: Path, target: Path) -> None:
+        seen.append({path.name for path in source.iterdir()})
+        raise OSError("the disk is gone")
+
+    monkeypatch.setattr(run.os, "rename", fail)
+    with pytest.raises(OSError, match="the disk is gone"):
+        shop.run()
+    assert seen == [{"train", "test", "schema.toml", "data.json"}]
+    assert not (shop.folder / "out").exists()
+
+
 def test_a_failed_run_leaves_nothing(shop: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> None:
         raise KeyboardInterrupt

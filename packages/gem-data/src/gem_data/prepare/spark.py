@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 from gem_core.spec import MachineError
 from gem_data.prepare.engine import BATCH_ROWS
 
+QUOTE = '"'
 DIALECT = {
     "spark.sql.ansi.enabled": "true",
     "spark.sql.ansi.doubleQuotedIdentifiers": "true",
@@ -31,13 +32,14 @@ class SparkEngine:
         except ModuleNotFoundError as error:
             raise MachineError("engine 'spark'", "pyspark is not installed", "Run: pip install 'gem-data[spark]'.") from error
         self._owned = session_class.getActiveSession() is None
-        self._session = session_class.builder.appName("gem data prepare").getOrCreate()
+        self._shared = session_class.builder.appName("gem data prepare").getOrCreate()
+        self._session = self._shared.newSession()  # settings and views of its own, on the same cluster
         for key, value in DIALECT.items():
             self._session.conf.set(key, value)
         self._folder, self._count = folder, 0
 
     def register(self, name: str, file: Path) -> None:
-        self._session.read.parquet(file.resolve().as_uri()).createOrReplaceTempView(name.strip('"'))
+        self._session.read.parquet(file.resolve().as_uri()).createOrReplaceTempView(f"`{name.strip(QUOTE)}`")
 
     def view(self, name: str, sql: str) -> None:
         self._session.sql(sql).createOrReplaceTempView(name)
@@ -63,7 +65,7 @@ class SparkEngine:
 
     def close(self) -> None:
         if self._owned:
-            self._session.stop()
+            self._shared.stop()
 
 
 def _unsigned(batch: pa.RecordBatch) -> pa.RecordBatch:
