@@ -63,9 +63,9 @@ def layouts(folder: Path, rank: int, world: int) -> dict[str, Any]:
         engine = sharded(optimizer, **options)
         outputs = train(engine, rank, world)
         held = [
-            (piece.table, piece.rows.start, piece.rows.stop, piece.column, piece.tensors["weight"].shape[1])
-            for piece in engine._slices
-            if piece.saves
+            (part.table, part.start, part.start + part.tensor.shape[0], part.column, part.tensor.shape[1])
+            for part in engine.table_slices()
+            if part.saves and part.name == "weight"
         ]
         saved[name] = {
             "outputs": outputs,

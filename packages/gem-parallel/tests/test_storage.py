@@ -134,7 +134,7 @@ def test_case_C04_offsets_and_lengths_reach_torchrec_as_int64() -> None:
 
 @settings(max_examples=40, derandomize=True, deadline=None)
 @given(
-    rows=st.integers(1, 60), dim=st.integers(1, 9), block=st.integers(1, 400), cuts=st.lists(st.integers(0, 60), max_size=3), column=st.integers(0, 8)
+    rows=st.integers(1, 60), dim=st.integers(1, 9), block=st.integers(1, 400), cuts=st.lists(st.integers(0, 60), max_size=3), left=st.integers(0, 8)
 )
 def test_drawing_in_blocks_gives_the_bits_of_the_whole(rows: int, dim: int, block: int, cuts: list[int], left: int) -> None:
     table = TableSpec(name="t", rows=rows, dim=dim, features=("f",), init_scale=0.3)

@@ -1,0 +1,153 @@
+"""What the ``torchrec`` engine costs over calling fbgemm itself, and the memory it takes to make tables; in one process on the CPU.
+
+usage: python3 packages/gem-parallel/benchmarks/cpu_engines.py [--steps N] [--write]
+
+Both sides look up the same ids of the same tables, run backward with the same gradient, and update by fused row-wise AdaGrad; they take turns, and
+the least CPU time of a step counts, since the machine may be busy. Memory is the peak of a fresh process over what it held after fbgemm was loaded.
+``--write`` adds lines to results/cpu-engines.csv.
+"""
+
+import argparse
+import csv
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from datetime import date
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gem_core.batch import KeyedJagged
+from gem_core.spec import SparseOptimizer, TableSpec
+from gem_parallel.sparse.engine import TorchRecEmbeddings
+from gem_parallel.sparse.native import load_fbgemm
+from gem_parallel.sparse.shards import tbe_options
+
+RESULTS = Path(__file__).parent / "results" / "cpu-engines.csv"
+OPTIMIZER = SparseOptimizer(name="rowwise_adagrad", lr=0.05)
+CASES = {
+    "sum of 20 ids, 8 tables x 100,000 x 64, 2,048 rows": (8, 100_000, 64, "sum", 2048, 20),
+    "ids one by one, 4 tables x 100,000 x 64, 50,000 ids each": (4, 100_000, 64, "none", 2500, 20),
+    "sum of 2 ids, 26 tables x 10,000 x 16, 1,024 rows": (26, 10_000, 16, "sum", 1024, 2),
+}
+MEMORY_ROWS, MEMORY_DIM = 4_000_000, 64
+
+
+def tables_of(count: int, rows: int, dim: int, pooling: str) -> tuple[TableSpec, ...]:
+    return tuple(TableSpec(name=f"t{i}", rows=rows, dim=dim, features=(f"f{i}",), pooling=pooling, init_scale=0.1) for i in range(count))
+
+
+def batch_of(tables: tuple[TableSpec, ...], rows: int, ids: int) -> KeyedJagged:
+    values = torch.randint(0, tables[0].rows, (len(tables) * rows * ids,), generator=torch.Generator().manual_seed(0))
+    starts = tuple(range(0, values.numel() + 1, rows * ids))
+    return KeyedJagged(tuple(t.features[0] for t in tables), values, torch.arange(0, values.numel() + 1, ids), rows, starts, (ids,) * len(tables))
+
+
+def ours(tables: tuple[TableSpec, ...], batch: KeyedJagged, grad: Tensor) -> Callable[[], None]:
+    engine = TorchRecEmbeddings(tables, OPTIMIZER, device="cpu", seed=1)
+    axis = 0 if tables[0].pooling == "none" else 1
+
+    def step() -> None:
+        engine.zero_grad()
+        torch.autograd.backward(list(engine(batch).values()), list(grad.split(grad.shape[axis] // len(tables), axis)))
+        engine.step()
+
+    return step
+
+
+def direct(tables: tuple[TableSpec, ...], batch: KeyedJagged, grad: Tensor) -> Callable[[], None]:
+    module = load_fbgemm("cpu")
+    from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation, PoolingMode
+
+    tbe: Any = module.SplitTableBatchedEmbeddingBagsCodegen(
+        [(t.rows, t.dim, EmbeddingLocation.HOST, module.ComputeDevice.CPU) for t in tables],
+        pooling_mode=PoolingMode.NONE if tables[0].pooling == "none" else PoolingMode.SUM,
+        device=torch.device("cpu"),
+        **tbe_options(OPTIMIZER, "fp32"),
+    )
+    axis = 0 if tables[0].pooling == "none" else 1
+
+    def step() -> None:
+        found = tbe(indices=batch.values, offsets=batch.offsets)  # users of the vectors take them apart by feature, on either side
+        torch.autograd.backward(list(found.split(found.shape[axis] // len(tables), axis)), list(grad.split(grad.shape[axis] // len(tables), axis)))
+
+    return step
+
+
+def least(first: Callable[[], None], second: Callable[[], None], steps: int) -> tuple[float, float]:
+    """The least CPU milliseconds of each, taking turns; the order changes every time."""
+    best = {first: float("inf"), second: float("inf")}
+    for turn in range(steps):
+        for step in (first, second) if turn % 2 else (second, first):
+            begun = time.process_time()
+            step()
+            best[step] = min(best[step], time.process_time() - begun)
+    return 1e3 * best[first], 1e3 * best[second]
+
+
+def measure_steps(steps: int) -> list[dict[str, Any]]:
+    lines = []
+    for name, (count, rows, dim, pooling, batch_rows, ids) in CASES.items():
+        tables = tables_of(count, rows, dim, pooling)
+        batch = batch_of(tables, batch_rows, ids)
+        shape = (batch.values.numel(), dim) if pooling == "none" else (batch_rows, dim * count)
+        grad = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+        engine, fbgemm = least(ours(tables, batch, grad), direct(tables, batch, grad), steps)
+        over = f"{100 * (engine / fbgemm - 1):+.1f} %"
+        lines.append({"what": f"step, CPU ms: {name}", "engine": f"{engine:.2f}", "fbgemm": f"{fbgemm:.2f}", "difference": over})
+    return lines
+
+
+def resident(what: str) -> int:
+    """``VmRSS`` (now) or ``VmHWM`` (the most since ``clear_refs`` was told 5), in bytes; Linux only."""
+    text = Path("/proc/self/status").read_text(encoding="utf-8")
+    return 1024 * next(int(line.split()[1]) for line in text.splitlines() if line.startswith(f"{what}:"))
+
+
+def print_memory() -> None:
+    """Run in a process of its own: the peak over what a small engine needs, and bytes of the tables."""
+    TorchRecEmbeddings(tables_of(1, 1000, MEMORY_DIM, "none"), OPTIMIZER, device="cpu", seed=1)
+    Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
+    before = resident("VmRSS")
+    engine = TorchRecEmbeddings(tables_of(1, MEMORY_ROWS, MEMORY_DIM, "none"), OPTIMIZER, device="cpu", seed=1)
+    print(resident("VmHWM") - before, sum(t.nbytes for piece in engine._slices for t in piece.tensors.values()))
+
+
+def measure_memory() -> dict[str, Any]:
+    done = subprocess.run([sys.executable, __file__, "--memory"], check=True, capture_output=True, text=True)
+    peak, held = map(int, done.stdout.split()[-2:])
+    name = f"peak of making one table of {MEMORY_ROWS:,} x {MEMORY_DIM}, MB"
+    return {"what": name, "engine": f"{peak / 1e6:.0f}", "fbgemm": f"{held / 1e6:.0f} held", "difference": f"x {peak / held:.3f}"}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--write", action="store_true")
+    parser.add_argument("--memory", action="store_true", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    if arguments.memory:
+        print_memory()
+        return
+    releases = f"torch {version('torch')}, fbgemm-gpu-cpu {version('fbgemm-gpu-cpu')}"
+    facts = {"date": date.today().isoformat(), "machine": f"{platform.machine()}, one thread", "versions": releases}
+    lines = [line | facts for line in [*measure_steps(arguments.steps), measure_memory()]]
+    for line in lines:
+        print(f"{line['what']}: engine {line['engine']}, fbgemm {line['fbgemm']}, {line['difference']}")
+    if arguments.write:
+        new = not RESULTS.exists()
+        with RESULTS.open("a", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, list(lines[0]))
+            if new:
+                writer.writeheader()
+            writer.writerows(lines)
+
+
+if __name__ == "__main__":
+    main()
