@@ -55,7 +55,7 @@ def layouts(folder: Path, rank: int, world: int) -> dict[str, Any]:
     """Train with every layout; outputs, tables, what is held and bytes sent."""
     cluster, wanted = Cluster(world=world, local=world, device="cpu"), wishes(TABLES, "auto", "device", [TableRule(**rule) for rule in MIXED])
     places = place(TABLES, wanted, SparseOptimizer(), cluster)
-    (folder / f"plan{rank}.toml").write_text(write_plan(places, TABLES, world))
+    (folder / f"plan{rank}.toml").write_text(write_plan(places, TABLES, cluster))
     saved = {}
     for name, (optimizer, options) in LAYOUTS.items():
         if "plan" in options:

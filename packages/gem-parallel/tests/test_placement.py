@@ -1,13 +1,15 @@
 """Which rank holds which part of which table, and what is refused."""
 
 from collections import Counter
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gem_core.spec import RequestError, SparseOptimizer, TableSpec
-from gem_parallel.sparse.options import TableRule
+from gem_parallel.sparse.layout import lay_out
+from gem_parallel.sparse.options import TableRule, TorchRecOptions
 from gem_parallel.sparse.placement import Cluster, Place, column_parts, place, wishes
 
 SGD = SparseOptimizer(name="sgd")
@@ -126,6 +128,22 @@ def test_a_pattern_without_a_table_is_refused() -> None:
 def test_case_F05_F09_a_layout_that_does_not_work_is_refused(table: TableSpec, where: Cluster, sharding: str, optimizer: str, words: str) -> None:
     with pytest.raises(RequestError, match=words):
         placed([table], where, sharding, SparseOptimizer(name=optimizer))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"replicas": 2, "dtype": "fp16"}, "replicas = 2 with dtype 'fp16'.*loses small updates"),
+        ({"replicas": 2, "sharding": "table_row_wise"}, "'table_row_wise' for table 't' with replicas = 2.*row_wise"),
+        ({"sharding": "data_parallel", "memory": "uvm"}, "'data_parallel' for table 't'.*plain float32"),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(options: dict[str, Any], words: str) -> None:
+    where = cluster(4, local=2, device="cuda")
+    with pytest.raises(RequestError, match=words):
+        lay_out([spec("t", 90)], SGD, where, TorchRecOptions(**options))
+    alone = {name: value for name, value in options.items() if name != "replicas" and name != "memory"}
+    assert lay_out([spec("t", 90)], SGD, where, TorchRecOptions(**alone))
 
 
 def test_tiny_tables_stay_whole_with_auto() -> None:

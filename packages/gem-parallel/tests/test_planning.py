@@ -13,6 +13,7 @@ from rank_batches import TABLES, global_rows, pack
 
 from gem_core.spec import BatchFacts, EmbeddingPlan, MachineError, RequestError, SparseOptimizer, TableSpec, Tier, Topology
 from gem_parallel.sparse.options import TorchRecOptions
+from gem_parallel.sparse.placement import Cluster
 from gem_parallel.sparse.planfile import read_plan
 from gem_parallel.sparse.planner import RESERVED
 from gem_parallel.sparse.planning import plan_sharded_2d, plan_torchrec
@@ -201,7 +202,7 @@ def test_a_plan_is_pinned_and_taken(tmp_path: Any, sharding: str) -> None:
     path.write_text(planned.file or "")
     pinned = plan_torchrec(tables, ADAGRAD, topology=topology, facts=facts(tables), plan=str(path))
     assert (pinned.tables, pinned.held, pinned.sent) == (planned.tables, planned.held, planned.sent)
-    places = read_plan(str(path), tables, 8)
+    places = read_plan(str(path), tables, Cluster(world=8, local=4, device="cuda"))
     assert places["tiny"].sharding == "table_wise"
     with pytest.raises(RequestError, match="8 ranks, here are 4"):
         plan_torchrec(tables, ADAGRAD, topology=machine(4), facts=facts(tables), plan=str(path))

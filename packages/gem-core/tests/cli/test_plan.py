@@ -10,6 +10,7 @@ import torch
 from gem_core.batch import Jagged, KeyedJagged
 from gem_core.cli.main import run
 from gem_core.cli.plan import facts_of, size, topology_for, totals
+from gem_core.select.device import DeviceInfo
 from gem_core.spec import RequestError, TableSpec
 
 ENGINE = """
@@ -121,3 +122,10 @@ def test_sizes_totals_and_machines() -> None:
     assert topology_for(16, "h200").world == 16
     with pytest.raises(RequestError, match="no such machine"):
         topology_for(1, "b200")
+
+
+@pytest.mark.parametrize(("name", "memory"), [("NVIDIA H200", 141 * 10**9), ("NVIDIA L4", None)])
+def test_the_machine_at_hand_is_recognised(clean_host: None, monkeypatch: pytest.MonkeyPatch, name: str, memory: int | None) -> None:
+    monkeypatch.setattr("gem_core.cli.plan.current_device", lambda: DeviceInfo(device="cuda", name=name))
+    found = topology_for(4, None)
+    assert (found.world, found.memory) == (4, memory)

@@ -14,6 +14,7 @@ from gem_core.plugins.kinds import load_owned
 from gem_core.plugins.manager import host
 from gem_core.plugins.nearest import nearest
 from gem_core.plugins.options import as_keywords
+from gem_core.select.device import current_device
 from gem_core.spec import BatchFacts, EmbeddingPlan, RequestError, Shard, Source, SparseOptimizer, TableSpec, Tier, Topology
 
 MACHINES = {
@@ -55,14 +56,19 @@ def plan(
 
 
 def topology_for(world: int, machine: str | None) -> Topology:
-    """A machine by name, or the one that a plugin finds.
+    """A machine by name, or the one at hand: what a plugin says of it, or its data sheet where the plugin does not know its memory.
 
     Raises:
         RequestError: no such machine is known.
     """
     if machine is None:
         found = host().first("gem_topology", world=world)
-        return found[1] if found else Topology(world=world, device="cpu")
+        topology = found[1] if found else Topology(world=world, device="cpu")
+        if topology.memory is not None:
+            return topology
+        machine = next((name for name in MACHINES if name.upper() in current_device().name), None)
+        if machine is None:
+            return topology
     if machine not in MACHINES:
         raise RequestError(f"--machine {machine}", "there is no such machine", nearest(machine, MACHINES))
     return replace(MACHINES[machine], world=world)

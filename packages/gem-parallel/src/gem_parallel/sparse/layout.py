@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from gem_core.spec import MachineError, RequestError, SparseOptimizer, TableSpec
 from gem_parallel.sparse.options import TorchRecOptions
-from gem_parallel.sparse.placement import Cluster, Place, check_layout, place, wishes
+from gem_parallel.sparse.placement import BY_HOST, Cluster, Place, check_layout, place, wishes
 from gem_parallel.sparse.planfile import read_plan
 
 
@@ -41,13 +41,17 @@ def lay_out(tables: Sequence[TableSpec], optimizer: SparseOptimizer, cluster: Cl
     """Where each table lies within one group of ranks; empty in a single process.
 
     Raises:
-        RequestError: a layout does not work here, the plan file does not fit, or torchrec's planner is asked for without a plan file.
+        RequestError: a layout or a combination of options does not work here, the plan file does not fit, or torchrec's planner is asked for without
+            a plan file.
     """
     wanted = wishes(tables, options.sharding, options.memory, options.tables)
     if cluster.world * options.replicas == 1:
         return {}
+    if options.replicas > 1 and options.dtype != "fp32":
+        so = "the average of copies is rounded to the nearest, which loses small updates"
+        raise RequestError(f"replicas = {options.replicas} with dtype {options.dtype!r}", so, "Choose dtype = 'fp32', or replicas = 1.")
     if options.plan is not None:
-        places = read_plan(options.plan, tables, cluster.world)
+        places = read_plan(options.plan, tables, cluster)
     elif options.sharding == "planner":
         so = "it needs facts of the batches and of the machine that a run does not have before it starts"
         raise RequestError("sharding 'planner'", so, "Write a plan with `gem plan --write FILE` and name it in embedding.options.plan.")
@@ -65,6 +69,6 @@ def _check_mix(table: TableSpec, placed: Place, options: TorchRecOptions) -> Non
     if placed.sharding == "data_parallel" and (options.dtype != "fp32" or placed.memory != "device"):
         so = "copies lie in plain float32 tensors of the device"
         raise RequestError(asked, so, "Choose table_wise or row_wise for it, or dtype = 'fp32' and memory = 'device'.")
-    if placed.sharding in ("table_row_wise", "grid") and options.replicas > 1:
+    if placed.sharding in BY_HOST and options.replicas > 1:
         so = "neighbouring ranks of a host hold copies then, and a host's ranks are no longer one group"
         raise RequestError(f"{asked} with replicas = {options.replicas}", so, "Choose row_wise for it, or replicas = 1.")

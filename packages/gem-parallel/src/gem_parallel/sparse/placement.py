@@ -9,7 +9,7 @@ from gem_parallel.sparse.options import TableRule
 
 SPLITS_ROWS = ("row_wise", "table_row_wise", "grid")
 SPLITS_COLUMNS = ("column_wise", "grid")
-_BY_HOST = ("table_row_wise", "grid")
+BY_HOST = ("table_row_wise", "grid")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,11 +90,11 @@ def check_layout(table: TableSpec, sharding: str, optimizer: SparseOptimizer, cl
     asked = f"sharding {sharding!r} on {cluster.device} for table {table.name!r} {kind}"
     nearest = "row_wise" if table.rows >= cluster.world else "table_wise"
     so = None
-    if sharding in _BY_HOST and table.pooling == "none":
+    if sharding in BY_HOST and table.pooling == "none":
         so = "torchrec's collection without pooling knows data_parallel, table_wise, row_wise and column_wise only"
-    elif sharding in _BY_HOST and cluster.device != "cuda":
+    elif sharding in BY_HOST and cluster.device != "cuda":
         so = "torchrec reduces these bags over a host's ranks, which gloo refuses as soon as ranks have different numbers of rows"
-    elif sharding in _BY_HOST and cluster.world % cluster.local:
+    elif sharding in BY_HOST and cluster.world % cluster.local:
         so = f"{cluster.world} ranks are no whole number of hosts of {cluster.local}"
     elif sharding == "data_parallel" and optimizer.name == "adam":
         so = "copies are updated once a step and sharded tables in each backward pass, and Adam counts updates of the whole engine"
@@ -104,7 +104,7 @@ def check_layout(table: TableSpec, sharding: str, optimizer: SparseOptimizer, cl
         so = f"its width {table.dim} cannot be cut into multiples of 4"
     elif sharding == "row_wise" and table.rows < cluster.world:
         so = f"it has {table.rows} rows for {cluster.world} ranks"
-    elif sharding in _BY_HOST and table.rows < cluster.local:
+    elif sharding in BY_HOST and table.rows < cluster.local:
         so = f"it has {table.rows} rows for the {cluster.local} ranks of a host"
     if so is not None:
         rule = f"{{pattern = '{table.name}', sharding = '{nearest}'}}"

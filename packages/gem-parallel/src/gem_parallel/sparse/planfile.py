@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from gem_core.spec import RequestError, TableSpec
 from gem_parallel.sparse.options import Layout, Memory
-from gem_parallel.sparse.placement import Place
+from gem_parallel.sparse.placement import BY_HOST, Cluster, Place
 
 FORMAT = 1
 EVERYWHERE = ("data_parallel", "row_wise")
@@ -36,12 +36,13 @@ class _Plan(BaseModel):
 
     format: Literal[1]
     world: int
+    ranks_per_host: int = Field(ge=1)
     table: list[_Table]
 
 
-def write_plan(places: Mapping[str, Place], tables: Sequence[TableSpec], world: int) -> str:
-    """The text of a plan file for groups of ``world`` ranks."""
-    lines = [f"format = {FORMAT}", f"world = {world}"]
+def write_plan(places: Mapping[str, Place], tables: Sequence[TableSpec], cluster: Cluster) -> str:
+    """The text of a plan file for groups of ranks like ``cluster``."""
+    lines = [f"format = {FORMAT}", f"world = {cluster.world}", f"ranks_per_host = {cluster.local}"]
     for table in tables:
         placed = places[table.name]
         lines += [
@@ -62,13 +63,14 @@ def _quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
-def read_plan(path: str, tables: Sequence[TableSpec], world: int) -> dict[str, Place]:
+def read_plan(path: str, tables: Sequence[TableSpec], cluster: Cluster) -> dict[str, Place]:
     """The places that a plan file gives.
 
     Raises:
-        RequestError: there is no such file, it is no plan, or it was written for other tables or another number of ranks.
+        RequestError: there is no such file, it is no plan, or it was written for other tables or another number of ranks, or
+            places tables by host and hosts have another size.
     """
-    asked = f"plan file {path}"
+    asked, world = f"plan file {path}", cluster.world
     try:
         plan = _Plan.model_validate(tomllib.loads(Path(path).read_text(encoding="utf-8")))
     except OSError as error:
@@ -80,6 +82,10 @@ def read_plan(path: str, tables: Sequence[TableSpec], world: int) -> dict[str, P
         raise RequestError(asked, f"{'.'.join(map(str, first['loc']))}: {first['msg']}", _AGAIN) from error
     if plan.world != world:
         raise RequestError(asked, f"it places tables on {plan.world} ranks, here are {world}", _AGAIN)
+    by_host = [entry.name for entry in plan.table if entry.sharding in BY_HOST]
+    if by_host and plan.ranks_per_host != cluster.local:
+        so = f"table {by_host[0]!r} lies by hosts of {plan.ranks_per_host} ranks in it, here are {cluster.local} on a host"
+        raise RequestError(asked, so, _AGAIN)
     names = [entry.name for entry in plan.table]
     wanted = {table.name: table for table in tables}
     if sorted(names) != sorted(wanted):
@@ -91,12 +97,12 @@ def read_plan(path: str, tables: Sequence[TableSpec], world: int) -> dict[str, P
         if (entry.rows, entry.dim) != (table.rows, table.dim):
             so = f"table {entry.name!r} has {entry.rows} rows of width {entry.dim} in it, and {table.rows} of width {table.dim} here"
             raise RequestError(asked, so, _AGAIN)
-        _check_ranks(asked, entry, world)
+        _check_ranks(asked, entry, world, plan.ranks_per_host)
     everyone = range(world)
     return {e.name: Place(sharding=e.sharding, ranks=tuple(everyone if e.ranks is None else e.ranks), memory=e.memory) for e in plan.table}
 
 
-def _check_ranks(asked: str, entry: _Table, world: int) -> None:
+def _check_ranks(asked: str, entry: _Table, world: int, local: int) -> None:
     ranks = entry.ranks
     if entry.sharding in EVERYWHERE:
         sound = ranks is None
@@ -104,8 +110,12 @@ def _check_ranks(asked: str, entry: _Table, world: int) -> None:
         sound = False
     elif entry.sharding == "table_wise":
         sound = len(ranks) == 1
+    elif entry.sharding == "column_wise":
+        sound = entry.dim % (4 * len(ranks)) == 0
     else:
-        sound = entry.sharding != "column_wise" or entry.dim % (4 * len(ranks)) == 0
+        hosts = sorted({rank // local for rank in ranks})
+        whole = [host * local + rank for host in hosts for rank in range(local)]
+        sound = ranks == whole and (len(hosts) == 1 if entry.sharding == "table_row_wise" else entry.dim % (4 * len(hosts)) == 0)
     if not sound:
         so = f"ranks {ranks or 'left out'} do not suit table {entry.name!r} with sharding {entry.sharding!r} on {world} ranks"
         raise RequestError(asked, so, _AGAIN)

@@ -42,7 +42,7 @@ def plan_torchrec(
         held=tuple(n for n in held for _ in range(chosen.replicas)),
         working=0,
         sent={name: tuple(n for n in values for _ in range(chosen.replicas)) for name, values in sent.items()},
-        file=write_plan(places, tables, cluster.world),
+        file=write_plan(places, tables, cluster),
     )
 
 
