@@ -1,5 +1,7 @@
 import os
+import sys
 from importlib.util import find_spec
+from pathlib import Path
 
 import torch
 
@@ -8,6 +10,7 @@ if not torch.cuda.is_available() and find_spec("triton") is not None:
     os.environ["TRITON_INTERPRET"] = "1"
 
 torch.set_num_threads(1)
+sys.path.insert(0, str(Path(__file__).parent))  # gem_kernels_portable, which tests share
 
 
 def pytest_configure(config):
