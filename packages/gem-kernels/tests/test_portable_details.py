@@ -1,0 +1,207 @@
+"""What is peculiar to each portable kernel: rotation, blocks, splits, norms at a large mean, runs of rows, moved dtypes; and planted faults."""
+
+from unittest.mock import patch
+
+import pytest
+import torch
+from gem_kernels_portable import compare, draw, kernel_of, offsets_of, results
+
+from gem_core.ops.block_attention import rotate
+from gem_core.testing import assert_close
+
+pytest.importorskip("triton")
+
+from gem_kernels.ops import host
+from gem_kernels.ops.block_attention import launch as block_launch
+from gem_kernels.ops.norm_linear import launch as norm_launch
+from gem_kernels.ops.pooled_attention import launch as pooled_launch
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="these run under the interpreter")
+
+
+def changed(work, **options):
+    return type(work)(work.op, {**work.arguments, **options}, 0, 0.0)
+
+
+# ---- block_attention ------------------------------------------------------------------------------------------------------------------
+
+
+def angles(tokens, pairs, scale=1.0):
+    return torch.arange(tokens)[:, None] * torch.linspace(0.1, 1, pairs) * scale
+
+
+@pytest.mark.parametrize("block", [5, 64])
+def test_rotation_by_the_kernel_is_rotation_before_it(block):
+    work = draw("block_attention", (70, 3), block=block)
+    turns = angles(73, 8)
+    turned = {name: rotate(work.arguments[name].detach(), turns) for name in ("q", "k", "v")}
+    fused = changed(work, rope=turns, rope_on_v=True).call(kernel_of("block_attention"))
+    assert_close(fused, changed(work, **turned).call(kernel_of("block_attention")), bound=2e-6)
+
+
+def test_rotation_in_float16_at_positions_of_a_long_row():
+    compare(draw("block_attention", (40, 9), dtype=torch.float16, rope=angles(49, 8, scale=400.0), rope_on_v=True))
+
+
+@pytest.mark.parametrize("block", [3, 17, 100])
+def test_blocks_of_any_size(block):
+    compare(draw("block_attention", (130, 0, 31), heads=1, dtype=torch.float16, block=block))
+
+
+def test_a_block_sees_nothing_of_its_neighbours():
+    work = draw("block_attention", (128,), heads=1)
+    poisoned = {name: work.arguments[name].detach().clone() for name in ("q", "k", "v")}
+    for tensor in poisoned.values():
+        tensor[:64] = torch.nan
+    out = changed(work, **poisoned).call(kernel_of("block_attention"))
+    assert not torch.isfinite(out[:64]).any()
+    assert torch.isfinite(out[64:]).all()
+
+
+def test_block_configurations_by_what_they_depend_on():
+    plain = {"wide_dtype": False, "turned": False, "roomy": True}
+    assert block_launch.choose("forward", 64, **plain) == block_launch.FORWARD
+    assert block_launch.choose("forward", 64, **{**plain, "roomy": False}) == block_launch.TURNED
+    assert block_launch.choose("backward", 64, **{**plain, "turned": True}) == block_launch.TURNED_BACKWARD
+    assert block_launch.choose("backward", 128, **plain) == block_launch.choose("forward", 64, **{**plain, "wide_dtype": True}) == block_launch.WIDE
+
+
+# ---- norm_linear ----------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("where", ["before", "after"])
+@pytest.mark.parametrize("norm", ["rms", "layer"])
+def test_fused_norms_over_several_steps_and_tiles(norm, where):
+    x, weight = (torch.randn(shape).half().requires_grad_() for shape in ((70, 56), (72, 56)))
+    normed = 56 if where == "before" else 72
+    columns = {name: torch.randn(normed).half().requires_grad_() for name in (("gamma", "beta") if norm == "layer" else ("gamma",))}
+    work = draw("norm_linear")
+    compare(type(work)("norm_linear", {"x": x, "weight": weight, "norm": norm, "where": where, **columns}, 0, 0.0))
+
+
+def test_a_fused_layer_norm_is_exact_far_from_zero():
+    x = (torch.randn(20, 56) + 300).half().requires_grad_()
+    work = draw("norm_linear", dtype=torch.float16)
+    compare(type(work)("norm_linear", {"x": x, "weight": torch.randn(40, 56).half().requires_grad_(), "norm": "layer"}, 0, 0.0))
+
+
+def test_what_the_copy_engine_cannot_address_is_computed_all_the_same():
+    work = draw("norm_linear", (9,), dtype=torch.float16)
+    odd = {"x": torch.randn(9, 23).half().requires_grad_(), "weight": torch.randn(41, 23).half().requires_grad_()}
+    assert not norm_launch._fits(*odd.values(), before=True)
+    assert norm_launch._fits(work.arguments["x"], work.arguments["weight"], before=True)
+    with patch.object(norm_launch, "_launch_fused", side_effect=AssertionError("fused")):
+        compare(changed(work, **odd))
+
+
+def test_columns_gradients_are_added_by_a_fixed_number_of_programs():
+    work = draw("norm_linear", (33,), gamma=torch.randn(24, requires_grad=True))
+    full = results(kernel_of("norm_linear"), work)
+    with patch.object(norm_launch, "PROGRAMS", 2):
+        few = results(kernel_of("norm_linear"), work)
+    for a, b in zip(full, few, strict=True):
+        assert_close(a, b, bound=1e-6)
+
+
+@pytest.mark.parametrize("roomy", [True, False])
+def test_tiles_of_the_fused_norms_hold_their_rows(roomy):
+    for width in (8, 64, 200, 256, 512):
+        assert norm_launch.after_tile(width, roomy).block >= width
+        assert norm_launch.before_tile(width, roomy).block <= 256
+
+
+# ---- pooled_attention, pffn -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("per_row", [False, True])
+def test_rows_split_along_their_keys_give_the_same(per_row):
+    seeds = torch.randn(*((3,) if per_row else ()), 5, 2, 16, requires_grad=True)
+    work = draw("pooled_attention", (70, 0, 33), seeds=seeds)
+    whole = results(kernel_of("pooled_attention"), work)
+    with patch.object(pooled_launch, "SPLIT_KEYS", 20):
+        split = results(kernel_of("pooled_attention"), work)
+        compare(work)
+    for a, b in zip(whole, split, strict=True):
+        assert_close(a, b, bound=2e-6)
+
+
+@pytest.mark.parametrize("runs", [1, 2])
+def test_the_gradient_of_shared_seeds_is_added_in_runs_of_rows(runs):
+    with patch.object(pooled_launch, "RUNS", runs):
+        compare(draw("pooled_attention", (3, 0, 20, 7, 1)))
+
+
+def test_pffn_of_strided_tokens():
+    work = draw("pffn", (5, 0, 20), activation="relu")
+    q0 = torch.randn(25, 2, 32, requires_grad=True)[..., :16]
+    expected = changed(work, q0=q0.detach().contiguous()).call(kernel_of("pffn"))
+    assert torch.equal(changed(work, q0=q0).call(kernel_of("pffn")), expected)
+
+
+# ---- movers ---------------------------------------------------------------------------------------------------------------------------
+
+MOVED = [torch.bool, torch.int32, torch.int64, torch.float64, torch.bfloat16]
+
+
+@pytest.mark.parametrize("dtype", MOVED, ids=str)
+@pytest.mark.parametrize("tail", [(), (3,), (2, 2)], ids=str)
+def test_movers_keep_every_bit(dtype, tail):
+    lengths, offsets = [3, 0, 5], offsets_of([3, 0, 5])
+    values = torch.randn(8, *tail).mul(100).to(dtype)
+    dense = kernel_of("jagged_pad")(values, offsets, max_length=6)
+    assert torch.equal(dense[2, :5], values[3:])
+    assert not dense[0, 3:].any()
+    assert torch.equal(kernel_of("jagged_unpad")(dense, offsets), values)
+    joined, joined_offsets = kernel_of("jagged_concat")([(values, offsets), (values[:3], offsets_of([1, 1, 1]))])
+    assert joined_offsets.tolist() == [0, 4, 5, 11]
+    assert torch.equal(joined[3], values[0])
+    first, second = kernel_of("jagged_split")(joined, joined_offsets, [offsets, offsets_of([1, 1, 1])])
+    assert torch.equal(first, values)
+    assert torch.equal(second, values[:3])
+    assert sum(lengths) == len(first)
+
+
+def test_case_B07_truncated_rows_get_exactly_zero_gradient():
+    values = torch.arange(5.0, requires_grad=True)
+    out = kernel_of("jagged_pad")(values, offsets_of([3, 2]), max_length=2)
+    (gradient,) = torch.autograd.grad(out, [values], torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
+    assert gradient.tolist() == [1, 2, 0, 3, 4]
+    out = kernel_of("jagged_pad")(values, offsets_of([3, 2]), max_length=2, truncate="left")
+    (gradient,) = torch.autograd.grad(out, [values], torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
+    assert gradient.tolist() == [0, 1, 2, 3, 4]
+
+
+def test_a_transposed_matrix_a_row_is_read_by_stride():
+    work = draw("jagged_dense_bmm_add", (4, 0, 35))
+    dense = work.arguments["dense"].detach().mT.contiguous().mT.requires_grad_()
+    with patch.object(torch.Tensor, "contiguous", side_effect=AssertionError("copied")):
+        out = changed(work, dense=dense.detach()).call(kernel_of("jagged_dense_bmm_add"))
+    assert_close(out, work.call(kernel_of("jagged_dense_bmm_add")), bound=0.0)
+
+
+# ---- planted faults: the comparisons above go red -------------------------------------------------------------------------------------
+
+FAULTS = [
+    ("block_attention", {"block": 8}, {"block": 16}),
+    ("block_attention", {"rope": angles(39, 8)}, {"rope": None}),
+    ("pooled_attention", {}, {"scale": 0.26}),
+    ("norm_linear", {"norm": "layer"}, {"norm": "rms"}),
+    ("norm_linear", {"where": "before"}, {"eps": 0.1}),
+    ("pffn", {}, {"activation": "relu"}),
+    ("jagged_pad", {}, {"fill": 1.0}),
+    ("jagged_dense_bmm_add", {}, {"max_length": 33}),
+]
+
+
+@pytest.mark.parametrize(("op", "options", "fault"), FAULTS, ids=[f"{op}-{next(iter(fault))}" for op, _, fault in FAULTS])
+def test_a_planted_fault_is_noticed(op, options, fault):
+    real = kernel_of(op)
+    with pytest.raises(AssertionError):
+        compare(draw(op, **options), lambda first, **given: real(first, **{**given, **fault}))
+
+
+def test_the_interpreter_is_told_from_the_compiler():
+    assert host.interpreted()
+    assert host.multiprocessors(torch.zeros(1)) == 2
+    assert not host.approximate(torch.zeros(1).half())
+    assert not host.roomy(torch.zeros(1))
