@@ -2,12 +2,16 @@
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 from rank_batches import STEPS, TABLES, pack, share, torch_engine, train
 from torch import Tensor
+
+from gem_core.spec import SparseOptimizer
+from gem_parallel.sparse.engine import TorchRecEmbeddings
+from gem_parallel.sparse.options import Sharding
 
 EXACT = {"columns": "sgd", "mixed": "rowwise_adagrad", "planned": "rowwise_adagrad", "copies": "sgd"}
 """Layouts whose result is that of one process, and their optimiser."""
@@ -46,6 +50,16 @@ def test_case_F09_what_is_offered_runs_and_equals_one_process(sharded_ranks: Ran
         assert off(rows_of_all(sharded_ranks(world), layout, step), outputs[step]) <= 1
 
 
+@pytest.mark.parametrize("sharding", get_args(Sharding))
+def test_one_process_takes_every_layout_and_equals_the_torch_engine(alone: dict[str, Any], sharding: str) -> None:
+    engine = TorchRecEmbeddings(TABLES, SparseOptimizer(name="rowwise_adagrad", lr=0.2), device="cpu", seed=3, sharding=sharding)
+    outputs, tables = train(engine, 0, 1), engine.export_tables()
+    for step, want in enumerate(alone["rowwise_adagrad"][0]):
+        assert off(outputs[step], want) <= 1
+    for table, want in alone["rowwise_adagrad"][1].items():
+        assert off(tables[table], want) <= 1
+
+
 def test_the_comparison_sees_a_planted_fault(sharded_ranks: Ranks, alone: dict[str, Any]) -> None:
     """SGD's tables are not AdaGrad's, and another step's outputs are not this one's."""
     assert off(sharded_ranks(2)[0]["layouts"]["columns"]["tables"]["item"], {"weight": alone["rowwise_adagrad"][1]["item"]["weight"]}) > 1
@@ -72,6 +86,17 @@ def test_case_G01_16_bits_stay_within_their_bound(sharded_ranks: Ranks, alone: d
     for key, want in outputs[0].items():
         assert first[key].dtype == torch.float32
         assert torch.allclose(first[key], want, rtol=4 * of_look_up, atol=4 * of_look_up), key
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize(("layout", "dtype"), [("fp16 rows", torch.float16), ("16-bit wire", torch.float16), ("bf16 wire", torch.bfloat16)])
+def test_vectors_are_rounded_to_the_format_that_was_asked_for(
+    sharded_ranks: Ranks, alone: dict[str, Any], layout: str, dtype: torch.dtype, world: int
+) -> None:
+    """torchrec puts fp16 in the place of bf16 when it is told that ranks talk over gloo."""
+    first, want = rows_of_all(sharded_ranks(world), layout, 0), alone["sgd"][0][0]
+    for key in ("history.item", "history.type", "item"):  # one by one, so that nothing is summed after the rounding
+        assert torch.equal(first[key], want[key].to(dtype).float()), key
 
 
 @pytest.mark.parametrize("world", WORLDS)

@@ -3,10 +3,12 @@
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gem_core.spec import RequestError, SparseOptimizer, TableSpec
+from gem_parallel.sparse.engine import TorchRecEmbeddings
 from gem_parallel.sparse.layout import lay_out
 from gem_parallel.sparse.options import TorchRecOptions
 from gem_parallel.sparse.placement import Cluster, place, wishes
@@ -108,3 +110,13 @@ def test_a_plan_for_hosts_of_another_size_is_refused(tmp_path: Path, sharding: s
     path.write_text(text.replace("[0, 1, 2, 3", "[0, 1, 2, 4", 1))
     with pytest.raises(RequestError, match="do not suit table"):
         lay_out(TABLES, SGD, planned[4], options)
+
+
+def test_one_process_refuses_the_plan_of_several_and_takes_its_own(tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match=r"4 ranks, here are 1.*leave embedding.options.plan out"):
+        TorchRecEmbeddings(TABLES, SGD, device="cpu", seed=1, plan=str(written(tmp_path)))
+    for sharding in ("auto", "data_parallel", "row_wise"):
+        own = TorchRecEmbeddings(TABLES, SGD, device="cpu", seed=1, plan=str(written(tmp_path, world=1, sharding=sharding)))
+        free = TorchRecEmbeddings(TABLES, SGD, device="cpu", seed=1)
+        for name, tensors in free.export_tables().items():
+            assert torch.equal(own.export_tables()[name]["weight"], tensors["weight"])

@@ -59,7 +59,7 @@ class TorchRecEmbeddings(nn.Module):
     """
 
     places: dict[str, Place]
-    """Where each table lies; with replicas, within a group. Empty in a single process."""
+    """Where each table lies; with replicas, within a group. Empty in a single process without a plan."""
 
     def __init__(self, specs: Sequence[TableSpec], optimizer: SparseOptimizer, /, *, device: torch.device | str, seed: int, **options: Any) -> None:
         super().__init__()

@@ -38,20 +38,20 @@ def check_memory(memory: str, device: str) -> None:
 
 
 def lay_out(tables: Sequence[TableSpec], optimizer: SparseOptimizer, cluster: Cluster, options: TorchRecOptions) -> dict[str, Place]:
-    """Where each table lies within one group of ranks; empty in a single process.
+    """Where each table lies within one group of ranks; empty in a single process without a plan.
 
     Raises:
         RequestError: a layout or a combination of options does not work here, the plan file does not fit, or torchrec's planner is asked for without
             a plan file.
     """
     wanted = wishes(tables, options.sharding, options.memory, options.tables)
-    if cluster.world * options.replicas == 1:
-        return {}
     if options.replicas > 1 and options.dtype != "fp32":
         so = "the average of copies is rounded to the nearest, which loses small updates"
         raise RequestError(f"replicas = {options.replicas} with dtype {options.dtype!r}", so, "Choose dtype = 'fp32', or replicas = 1.")
     if options.plan is not None:
         places = read_plan(options.plan, tables, cluster)
+    elif cluster.world * options.replicas == 1:
+        return {}
     elif options.sharding == "planner":
         so = "it needs facts of the batches and of the machine that a run does not have before it starts"
         raise RequestError("sharding 'planner'", so, "Write a plan with `gem plan --write FILE` and name it in embedding.options.plan.")

@@ -16,7 +16,7 @@ FORMAT = 1
 EVERYWHERE = ("data_parallel", "row_wise")
 """Layouts that have no choice of ranks."""
 
-_AGAIN = "Write the plan anew: `gem plan --write FILE`."
+_AGAIN = "Write the plan anew (`gem plan --write FILE`), or leave embedding.options.plan out."
 
 
 class _Table(BaseModel):

@@ -128,6 +128,7 @@ def _codecs(storage: Storage) -> Any:
         return None
     from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_qcomm_codecs_registry
 
+    # without a device: told of the CPU, torchrec would put fp16 in the place of bf16, which gloo carries all the same
     return get_qcomm_codecs_registry(
         QCommsConfig(forward_precision=CommType(storage.forward_comm), backward_precision=CommType(storage.backward_comm))
     )
