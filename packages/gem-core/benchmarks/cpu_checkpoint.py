@@ -108,6 +108,7 @@ def rows(seconds: dict[str, list[float]], nbytes: int, threads: int) -> Iterator
             "date": datetime.now(UTC).date().isoformat(),
             "cpu": platform.processor() or platform.machine(),
             "cores": os.cpu_count(),
+            "load_average": round(os.getloadavg()[1], 1),
             "torch": torch.__version__,
             "threads": threads,
             "bytes": nbytes,

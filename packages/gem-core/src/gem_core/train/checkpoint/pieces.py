@@ -57,9 +57,9 @@ class Pieces:
 def pieces_of(tensor: Tensor) -> Pieces:
     """A whole tensor, or this process's shard of a distributed one."""
     if isinstance(tensor, DTensor):
-        held: Any = tensor
+        held: Any = tensor.detach()
         chunks: list[ChunkStorageMetadata] = held.__create_chunk_list__()
-        local = tensor.detach().to_local()
+        local: Tensor = held.to_local()
         return Pieces(tuple(tensor.shape), tensor.dtype, [Piece(tuple(chunk.offsets), local) for chunk in chunks if math.prod(chunk.sizes)])
     return Pieces(tuple(tensor.shape), tensor.dtype, [Piece((0,) * tensor.dim(), tensor.detach())])
 

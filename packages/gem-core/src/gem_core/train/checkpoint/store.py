@@ -108,11 +108,8 @@ def _write(file: Any, digest: Any, tensor: Tensor) -> None:
     for first in range(0, len(content), _BLOCK):
         block = content[first : first + _BLOCK]
         digest.update(block)
-        begin = file.tell()
         while block:
             block = block[file.write(block) :]
-        if hasattr(os, "posix_fadvise"):  # on Linux this starts to write the block to disk, instead of all of them at the end
-            os.posix_fadvise(file.fileno(), begin, file.tell() - begin, os.POSIX_FADV_DONTNEED)
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
