@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from gem_core.ops import gdpa, jagged_attention
+from gem_core.ops import block_attention, gdpa, hstu_attention, jagged_attention, pffn
 from gem_core.spec import RequestError
 from gem_core.testing import assert_close
-from gem_kernels.nn import GdpaAttention, JaggedAttention
+from gem_kernels.nn import BlockAttention, GdpaAttention, HstuAttention, JaggedAttention, PffnAttention, positions
 
 LAYERS = [GdpaAttention, JaggedAttention]
 
@@ -106,3 +106,64 @@ def test_a_copied_layer_is_independent():
         layer.q.weight.zero_()
     assert_close(twin(x, offsets, 3), before, bound=0.0)
     assert layer(x, offsets, 3).abs().sum() == 0, "f(0) = 0"
+
+
+def test_positions_count_from_the_start_of_each_row():
+    assert positions(torch.tensor([0, 3, 3, 5]), 5).tolist() == [0, 1, 2, 0, 1]
+    assert positions(torch.tensor([0]), 0).tolist() == []
+
+
+def test_block_layer_is_projection_attention_projection():
+    layer = BlockAttention(12, 3, block=2, base=100.0, rotate_values=True, backend="reference")
+    x, offsets = rows([5, 0, 3], 12)
+    q = layer.q(x).view(8, 3, 4)
+    k, v = layer.kv(x).view(8, 2, 3, 4).unbind(1)
+    turns = torch.tensor([0, 1, 2, 3, 4, 0, 1, 2])[:, None] * torch.tensor([1.0, 0.1])
+    o = block_attention(q, k, v, offsets, max_length=5, block=2, rope=turns, rope_on_v=True, backend="reference")
+    assert_close(layer(x, offsets, 5), layer.out(o.reshape(8, 12)), bound=1e-6)
+    plain = BlockAttention(12, 3, base=None, rotate_values=True, backend="reference")
+    assert plain(x, offsets, 5).shape == (8, 12)
+
+
+def test_hstu_layer_is_the_published_one():
+    layer = HstuAttention(12, 3, window=4, backend="reference")
+    x, offsets = rows([5, 0, 3], 12)
+    parts = {"contextual": torch.tensor([1, 0, 0]), "targets": torch.tensor([2, 0, 1])}
+    u, v, q, k = (t.reshape(8, 3, 4) for t in torch.nn.functional.silu(layer.uvqk(layer.norm(x))).split(12, dim=1))
+    o = hstu_attention(q, k, v, offsets, max_length=5, window=4, **parts, backend="reference")
+    expected = x + layer.out(layer.inner_norm(o.reshape(8, 12)) * u.reshape(8, 12))
+    assert_close(layer(x, offsets, 5, **parts), expected, bound=1e-6)
+
+
+def test_pffn_layer_gives_each_row_its_own_weights():
+    layer = PffnAttention(12, 3, summary=6, hidden=5, activation="silu", backend="reference")
+    x, offsets = rows([5, 0, 3], 12)
+    summary = torch.randn(3, 6)
+    k, v = layer.kv(summary).view(3, 2, 5, 3, 4).unbind(1)
+    expected = pffn(x.view(8, 3, 4), k, v, offsets, max_q=5, activation="silu", scale=0.5, backend="reference").reshape(8, 12)
+    out = layer(x, offsets, 5, summary)
+    assert_close(out, expected, bound=1e-6)
+    other = summary.clone()
+    other[2] += 1
+    moved = (layer(x, offsets, 5, other) - out).abs().sum(-1)
+    assert not moved[:5].any()
+    assert moved[5:].all()
+
+
+@pytest.mark.parametrize(
+    "layer", [BlockAttention(8, 2), HstuAttention(8, 2), PffnAttention(8, 2, summary=4, hidden=3)], ids=lambda m: type(m).__name__
+)
+def test_every_parameter_of_the_other_layers_gets_a_gradient(layer):
+    layer.backend = "reference"
+    x, offsets = rows([3, 0, 2], 8)
+    extra = (torch.randn(3, 4),) if isinstance(layer, PffnAttention) else ()
+    layer(x, offsets, 3, *extra).square().sum().backward()
+    for name, parameter in layer.named_parameters():
+        assert parameter.grad is not None, name
+        assert parameter.grad.abs().sum() > 0, name
+
+
+@pytest.mark.parametrize("make", [lambda: HstuAttention(10, 3), lambda: PffnAttention(10, 3, summary=2, hidden=2)], ids=["hstu", "pffn"])
+def test_heads_that_do_not_divide_the_width_are_refused_by_the_other_layers(make):
+    with pytest.raises(RequestError, match=r"width 10.*3 heads"):
+        make()
