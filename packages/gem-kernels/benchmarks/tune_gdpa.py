@@ -1,6 +1,6 @@
 """Time the configurations that ``gem_kernels.ops.gdpa.configs.space`` offers, and print the best beside the chosen one.
 
-    python3 packages/gem-kernels/benchmarks/tune_gdpa.py [--shapes self256,self1024] [--activation gelu] [--workers 12]
+    python3 packages/gem-kernels/benchmarks/tune_gdpa.py [--shapes self-L256,self-L1024] [--activation gelu] [--workers 12]
 
 Configurations are compiled first, in processes of their own, into Triton's cache on disk; timing then is a matter of seconds.
 """
@@ -19,10 +19,10 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from gdpa import DIM, SCALE, chosen_shapes, jagged, lengths_of, median_ms
+from attention import DIM, SCALE, chosen_shapes, jagged, lengths_of, median_ms
 
 from gem_core.ops.activations import ACTIVATIONS
-from gem_kernels.ops.gdpa import configs, launch
+from gem_kernels.ops.gdpa import call, configs
 
 Job = tuple[str, str, configs.Config]
 """Shape, direction and configuration."""
@@ -36,7 +36,7 @@ def key_of(shape: str, direction: str) -> configs.Key:
 
 
 def run_direction(direction: str, arguments: tuple[Any, ...], options: dict[str, Any], activation: str, dout: torch.Tensor) -> None:
-    settings = (options["max_q"], options["max_k"], activation, SCALE, False, None)
+    settings = (options["max_q"], options["max_k"], activation, SCALE, False, None, "triton")
     if direction == "forward":
         torch.ops.gem_kernels.gdpa(*arguments, *settings)
     else:
@@ -46,7 +46,7 @@ def run_direction(direction: str, arguments: tuple[Any, ...], options: dict[str,
 def compile_one(activation: str, job: Job) -> str:
     """Compile one configuration by running it on two rows; returns what went wrong, if anything: not every tile compiles on every chip."""
     shape, direction, config = job
-    with patch.object(launch, "choose", lambda key: config), torch.no_grad():
+    with patch.object(call, "choose", lambda key: config), torch.no_grad():
         arguments, options = jagged(shape, batch=2)
         try:
             run_direction(direction, arguments, options, activation, torch.randn_like(arguments[0]))
@@ -62,7 +62,7 @@ def timed(shape: str, direction: str, candidates: list[configs.Config], activati
     call = partial(run_direction, direction, arguments, options, activation, torch.randn_like(arguments[0]))
     results = []
     for config in candidates:
-        with patch.object(launch, "choose", lambda key, config=config: config), torch.no_grad():
+        with patch.object(call, "choose", lambda key, config=config: config), torch.no_grad():
             results.append((median_ms(call), config))
     return sorted(results, key=lambda pair: pair[0])
 
@@ -88,7 +88,7 @@ def tune(shapes: list[str], activation: str, workers: int) -> Iterator[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", default="self256,self1024")
+    parser.add_argument("--shapes", default="self-L256,self-L1024")
     parser.add_argument("--activation", default="gelu", choices=list(ACTIVATIONS))
     parser.add_argument("--workers", type=int, default=12)
     options = parser.parse_args()

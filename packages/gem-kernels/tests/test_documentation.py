@@ -65,7 +65,7 @@ def test_gpu_benchmarks_say_what_they_need():
 
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
-    done = run(PACKAGE / "benchmarks" / "gdpa.py")
+    done = run(PACKAGE / "benchmarks" / "attention.py")
     assert (done.returncode, done.stderr.strip()) == (1, "this benchmark needs a CUDA device")
-    wrong = run(PACKAGE / "benchmarks" / "tune_gdpa.py", "--shapes", "self7")
-    assert "unknown shapes self7; known: self256" in wrong.stderr
+    wrong = run(PACKAGE / "benchmarks" / "tune_gdpa.py", "--shapes", "self-L7")
+    assert "unknown shapes self-L7; known: self-L256" in wrong.stderr

@@ -373,18 +373,16 @@ def test_each_dtype_gets_the_gelu_that_it_needs(dtype, name):
 
 def test_gelu_of_bfloat16_is_as_close_as_stated_before_the_hardware_rounds_tanh():
     """The formula of the kernel, with an exact tanh: the kernel itself needs the hardware's."""
-    from gem_kernels.common import activations as a
+    from gem_kernels.common.activations import U1, U3
 
-    u1, u3, u5 = (getattr(a, name).value for name in ("U1", "U3", "U5"))
     x = torch.linspace(-40, 40, 16001, dtype=torch.float64)
-    t = (x * x).clamp(max=a.U_SQUARE.value)
-    u = x * (t * (t * u5 + u3) + u1)
-    value = 0.5 * x * (1 + u.tanh())
-    slope = 0.5 + 0.5 * u.tanh() + 0.5 * (1 - u.tanh() ** 2) * x * (t * (t * 5 * u5 + 3 * u3) + u1)
+    tanh = (x * (U1.value + U3.value * x * x)).tanh()
+    value = 0.5 * x * (1 + tanh)
+    slope = 0.5 * (1 + tanh) + 0.5 * (1 - tanh**2) * x * (U1.value + 3 * U3.value * x * x)
     exact = x.clone().requires_grad_()
     (true_slope,) = torch.autograd.grad(torch.nn.functional.gelu(exact).sum(), [exact])
-    assert 1e-5 < float((value - torch.nn.functional.gelu(x)).abs().max()) < 2.7e-5
-    assert float((slope - true_slope).abs().max()) < 1.2e-4
+    assert 2e-4 < float((value - torch.nn.functional.gelu(x)).abs().max()) < 2.8e-4
+    assert float((slope - true_slope).abs().max()) < 8.8e-4
 
 
 def test_gelu_fast_is_the_polynomial_and_stays_near_gelu():

@@ -102,7 +102,8 @@ class AttentionCall:
         """Launch a portable kernel. The grid has one axis; programs stride over what it cannot hold."""
         dim, v_dim = self.q.shape[-1], self.v.shape[-1]
         config = INTERPRETER if interpreted() else config
-        with nullcontext() if self.q.device.type == "cpu" else torch.cuda.device(self.q.device):
+        here = self.q.device.type == "cpu" or self.q.device.index == torch.cuda.current_device()
+        with nullcontext() if here else torch.cuda.device(self.q.device):
             kernel[(max(min(grid, MAX_GRID), 1),)](
                 q=self.q, k=self.k, v=self.v, heads=self.heads, scale=self.scale, window=self.window or 0,
                 q_token=self.q.stride(0), q_head=self.q.stride(1), k_token=self.k.stride(0), k_head=self.k.stride(1),

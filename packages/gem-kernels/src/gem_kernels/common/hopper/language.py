@@ -8,9 +8,7 @@ the row does. Loads past the end give zeros, which no NaN of a neighbour can tou
 # Kernels are compiled from their source and carry no types.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from gem_kernels.common.hopper.gluon import gl, gluon, mbarrier, tma
 
 END = gl.constexpr(2**30)
 
@@ -74,6 +72,13 @@ def load(desc, start, length, i, column, barrier, buffer):
 def store(desc, start, length, i, column, buffer):
     """Ragged copy of a block from shared memory to token ``i`` of a row and on."""
     tma.async_copy_shared_to_global(desc, [END, start + length, END - length + i, column], buffer)
+
+
+@gluon.jit
+def release(free, buffer, used):
+    """Give back the memory through which the results of the tile before left, once they have."""
+    tma.store_wait(0)
+    mbarrier.arrive(free.index(buffer), count=1, pred=used)
 
 
 @gluon.jit

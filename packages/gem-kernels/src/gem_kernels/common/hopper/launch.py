@@ -1,14 +1,15 @@
 """Launches of the Hopper kernels for an ``AttentionCall``. Importing this module needs triton."""
 
 import math
+from contextlib import nullcontext
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from gem_kernels.common.hopper.forward import forward_kernel
+from gem_kernels.common.hopper.gluon import TensorDescriptor, gl
 from gem_kernels.common.hopper.key_grad import key_grad_kernel
 from gem_kernels.common.hopper.query_grad import query_grad_kernel
 from gem_kernels.common.schedule import programs
@@ -18,19 +19,25 @@ DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 MAX_COLUMNS = 2**31 - 1
 AXIS = 2**31 - 2**16
 """Size of the descriptor axes that are not to end anywhere."""
-QUERIES = 128
-"""Queries of a tile, half of them for each warpgroup; a descriptor copies a half."""
+TILE = 128
+"""Tokens of a tile, half of them for each warpgroup; a descriptor copies a half."""
+BLOCKS = {
+    "forward": {64: (128, 4), 128: (128, 2)},
+    "query_grad": {64: (64, 3), 128: (64, 3)},
+    "key_grad": {64: (64, 3), 128: (64, 3)},
+}
+"""Tokens of the blocks that stream past a tile, and how many are in flight, by the larger head size: what fits the registers and shared memory."""
 
 
 def forward(call: AttentionCall, out: Tensor, lse: Tensor | None) -> None:
     """Write ``out`` ``[out_tokens, heads, v_dim]`` and, for softmax, ``lse`` ``[heads, out_tokens]``."""
     q, k, v = _aligned(call.q), _aligned(call.k), _aligned(call.v)
-    keys, stages = 128, 2 if max(q.shape[-1], v.shape[-1]) > 64 else 4
+    keys, stages = _blocks("forward", q, v)
     sign = (call.scale > 0) - (call.scale < 0)
     softmax = call.activation == "softmax"
     _over_tiles(
-        call, forward_kernel, "q", QUERIES, call.heads, (q, k, v), keys=keys, stages=stages,
-        q_desc=_ragged(q, QUERIES // 2), k_desc=_ragged(k, keys), v_desc=_ragged(v, keys), o_desc=_ragged(out, QUERIES // 2), lse=lse,
+        call, forward_kernel, "q", TILE, call.heads, (q, k, v), keys=keys, stages=stages,
+        q_desc=_ragged(q, TILE // 2), k_desc=_ragged(k, keys), v_desc=_ragged(v, keys), o_desc=_ragged(out, TILE // 2), lse=lse,
         scale=(abs(call.scale) or 1.0) * math.log2(math.e) if softmax else call.scale, SIGN=sign if softmax else 1, SHARED=call.shared,
     )  # fmt: skip
 
@@ -40,10 +47,10 @@ def query_grad(
 ) -> None:
     """Write ``dq`` and, for softmax, ``delta``. Not for a shared query."""
     q, k, v, dout = _aligned(call.q), _aligned(call.k), _aligned(call.v), _aligned(dout)
-    keys, stages, half = 64, 3, QUERIES // 2
+    (keys, stages), half = _blocks("query_grad", q, v), TILE // 2
     do_desc = _ragged(dout, half)
     _over_tiles(
-        call, query_grad_kernel, "q", QUERIES, call.heads, (q, k, v), keys=keys, stages=stages,
+        call, query_grad_kernel, "q", TILE, call.heads, (q, k, v), keys=keys, stages=stages,
         q_desc=_ragged(q, half), do_desc=do_desc, o_desc=do_desc if out is None else _ragged(out, half),
         k_desc=_ragged(k, keys), v_desc=_ragged(v, keys), dq_desc=_ragged(dq, half), lse=lse, delta=delta, **_scales(call),
     )  # fmt: skip
@@ -52,12 +59,16 @@ def query_grad(
 def key_grad(call: AttentionCall, dout: Tensor, dk: Tensor, dv: Tensor, *, lse: Tensor | None = None, delta: Tensor | None = None) -> None:
     """Write ``dk`` and ``dv``."""
     q, k, v, dout = _aligned(call.q), _aligned(call.k), _aligned(call.v), _aligned(dout)
-    queries, keys, stages = 64, 128, 2
+    (queries, stages), keys = _blocks("key_grad", q, v), TILE
     _over_tiles(
         call, key_grad_kernel, "k", queries, call.kv_heads, (q, k, v), keys=keys, stages=stages,
         q_desc=_ragged(q, queries), do_desc=_ragged(dout, queries), k_desc=_ragged(k, keys // 2), v_desc=_ragged(v, keys // 2),
         dk_desc=_ragged(dk, keys // 2), dv_desc=_ragged(dv, keys // 2), lse=lse, delta=delta, SHARED=call.shared, **_scales(call),
     )  # fmt: skip
+
+
+def _blocks(direction: str, q: Tensor, v: Tensor) -> tuple[int, int]:
+    return BLOCKS[direction][64 if max(q.shape[-1], v.shape[-1]) <= 64 else 128]
 
 
 def _scales(call: AttentionCall) -> dict[str, float]:
@@ -76,8 +87,18 @@ def _ragged(x: Tensor, rows: int) -> TensorDescriptor:
     heads, width = x.shape[1:]
     block = [1, 1, rows, width]
     token = x.stride(0)
-    layout = gl.NVMMASharedLayout.get_default_for(block, DTYPES[x.dtype])
-    return TensorDescriptor(x, [AXIS, AXIS, 2**30, (heads - 1) * x.stride(1) + width], [2**34 - token, token, token, 1], block, layout)
+    shape = [AXIS, AXIS, 2**30, (heads - 1) * x.stride(1) + width]
+    return _Ragged(x, shape, [2**34 - token, token, token, 1], block, _layout(rows, width, x.dtype))
+
+
+class _Ragged(TensorDescriptor):  # type: ignore[misc]
+    def __post_init__(self) -> None:
+        """No checks: ``_aligned`` has seen to what they ask, and they take longer than the rest of a launch."""
+
+
+@cache
+def _layout(rows: int, width: int, dtype: torch.dtype) -> Any:
+    return gl.NVMMASharedLayout.get_default_for([1, 1, rows, width], DTYPES[dtype])
 
 
 def _over_tiles(
@@ -96,7 +117,7 @@ def _over_tiles(
     q, k, v = read
     found = call.tiles(axis, queries if axis == "q" else keys)
     grid = programs(found.bound * heads, 1, q.device, persistent=True)
-    with torch.cuda.device(q.device):
+    with nullcontext() if q.device.index == torch.cuda.current_device() else torch.cuda.device(q.device):
         kernel[(grid,)](
             records=found.records, count=found.count, heads=call.heads, out_tokens=call.out_tokens, window=call.window or 0,
             q_head=q.stride(1), k_head=k.stride(1), v_head=v.stride(1), GROUP=call.heads // call.kv_heads, D=q.shape[-1], V=v.shape[-1],

@@ -7,21 +7,9 @@ For softmax ``delta``, the sum of ``dout * out`` over a head, is computed here a
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 # ruff: noqa: RUF059
 
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_init,
-    warpgroup_mma_wait,
-)
-
-from gem_kernels.common.activations import slope_of
+from gem_kernels.common.activations import slope_scaled
+from gem_kernels.common.hopper.gluon import fence_async_shared, gl, gluon, mbarrier, tma, warpgroup_mma, warpgroup_mma_init, warpgroup_mma_wait
 from gem_kernels.common.hopper.language import accumulator, barriers, copies, hide, keys_seen, load, read_tile, store
-
-LOG2_E = gl.constexpr(1.4426950408889634)
 
 
 @gluon.jit
@@ -32,9 +20,11 @@ def _produce(
 ):  # fmt: skip
     copied = 0
     tiles = 0
+    upcoming = read_tile(records, gl.program_id(0), heads)
     for item in range(gl.program_id(0), total, gl.num_programs(0)):
         head = item % heads
-        row, first, q_start, q_used, q_length, k_start, k_used, k_length = read_tile(records, item, heads)
+        row, first, q_start, q_used, q_length, k_start, k_used, k_length = upcoming
+        upcoming = read_tile(records, gl.minimum(item + gl.num_programs(0), total - 1), heads)
         begin, end = keys_seen(first, q_used, k_used, window, BLOCK_M, CAUSAL, WINDOW)
         n = copies(begin, end, BLOCK_N)
         if n > 0:
@@ -72,7 +62,7 @@ def _slopes(s, queries, keys, sums, k_used, window, scale, ACTIVATION: gl.conste
             g = hide(g, queries[:, None], keys[None, :], k_used, window, CAUSAL, WINDOW, float("-inf"))
         g = gl.exp2(g - sums[:, None])
     else:
-        g = slope_of(s, ACTIVATION) if SCALE_AFTER else slope_of(s * scale, ACTIVATION)
+        g = slope_scaled(s, 1.0 if SCALE_AFTER else scale, ACTIVATION)
         if CAUSAL or WINDOW:
             g = hide(g, queries[:, None], keys[None, :], k_used, window, CAUSAL, WINDOW, 0.0)
     return g
@@ -81,8 +71,9 @@ def _slopes(s, queries, keys, sums, k_used, window, scale, ACTIVATION: gl.conste
 @gluon.jit
 def _consume(
     dq_desc, lse, delta, records, total, heads, out_tokens, scale, factor, window, qs, dos, os, ks, vs, dqs,
-    q_full, q_free, k_full, k_free, v_full, v_free,
-    W: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, V: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    q_full, q_free, k_full, k_free, v_full, v_free, turn,
+    W: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, V: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr,
     ACTIVATION: gl.constexpr, SCALE_AFTER: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
 ):  # fmt: skip
     M: gl.constexpr = BLOCK_M // 2
@@ -99,9 +90,12 @@ def _consume(
     do_tile = dos.index(W).reshape([M, V])
     copied = 0
     tiles = 0
+    turns = 0
+    upcoming = read_tile(records, gl.program_id(0), heads)
     for item in range(gl.program_id(0), total, gl.num_programs(0)):
         head = item % heads
-        row, first, q_start, q_used, q_length, k_start, k_used, k_length = read_tile(records, item, heads)
+        row, first, q_start, q_used, q_length, k_start, k_used, k_length = upcoming
+        upcoming = read_tile(records, gl.minimum(item + gl.num_programs(0), total - 1), heads)
         begin, end = keys_seen(first, q_used, k_used, window, BLOCK_M, CAUSAL, WINDOW)
         n = copies(begin, end, BLOCK_N)
         mine = first + W * M
@@ -112,21 +106,24 @@ def _consume(
         if n > 0:
             sums = deltas
             if SOFTMAX:
-                sums = gl.load(lse + statistic + lanes, mask=lanes + mine < q_used, other=float("-inf"))
-                sums = gl.where(sums == float("-inf"), float("inf"), sums * LOG2_E)
+                sums = gl.load(lse + statistic + lanes, mask=lanes + mine < q_used, other=float("inf"))
             mbarrier.wait(q_full.index(W), tiles & 1)
             tiles += 1
             if mine < q_used:
+                # From registers they leave the bandwidth of shared memory to the keys and values.
+                q_operand = q_tile.load(gl.DotOperandLayout(0, SCORES, 2))
+                do_operand = do_tile.load(gl.DotOperandLayout(0, SCORES, 2))
                 if SOFTMAX:
                     product = os.index(W).reshape([M, V]).load(VALUES).to(gl.float32) * do_tile.load(VALUES).to(gl.float32)
                     deltas = gl.convert_layout(gl.sum(product, 1), gl.SliceLayout(1, SCORES))
+                mbarrier.arrive(q_free.index(W), count=1)
                 stage = copied % STAGES
                 phase = (copied // STAGES) & 1
                 k_tile = ks.index(stage).reshape([BLOCK_N, D])
                 mbarrier.wait(k_full.index(stage), phase)
-                s = warpgroup_mma(q_tile, k_tile.permute([1, 0]), nothing, use_acc=False, is_async=True)
+                s = warpgroup_mma(q_operand, k_tile.permute([1, 0]), nothing, use_acc=False, is_async=True)
                 mbarrier.wait(v_full.index(stage), phase)
-                dp = warpgroup_mma(do_tile, vs.index(stage).reshape([BLOCK_N, V]).permute([1, 0]), nothing, use_acc=False, is_async=True)
+                dp = warpgroup_mma(do_operand, vs.index(stage).reshape([BLOCK_N, V]).permute([1, 0]), nothing, use_acc=False, is_async=True)
                 s = warpgroup_mma_wait(1, deps=[s])
                 keys = columns + (begin + (n - 1) * BLOCK_N)
                 g = _slopes(s, queries, keys, sums, k_used, window, scale, ACTIVATION, SCALE_AFTER, CAUSAL, WINDOW, True)
@@ -140,11 +137,14 @@ def _consume(
                     next_phase = ((copied + j) // STAGES) & 1
                     next_k = ks.index(next_stage).reshape([BLOCK_N, D])
                     mbarrier.wait(k_full.index(next_stage), next_phase)
-                    s = warpgroup_mma(q_tile, next_k.permute([1, 0]), nothing, use_acc=False, is_async=True)
                     mbarrier.wait(v_full.index(next_stage), next_phase)
+                    mbarrier.wait(turn.index(W), turns & 1)
+                    s = warpgroup_mma(q_operand, next_k.permute([1, 0]), nothing, use_acc=False, is_async=True)
                     next_v = vs.index(next_stage).reshape([BLOCK_N, V])
-                    dp = warpgroup_mma(do_tile, next_v.permute([1, 0]), nothing, use_acc=False, is_async=True)
+                    dp = warpgroup_mma(do_operand, next_v.permute([1, 0]), nothing, use_acc=False, is_async=True)
                     acc = warpgroup_mma(slopes, ks.index(stage).reshape([BLOCK_N, D]), acc, is_async=True)
+                    mbarrier.arrive(turn.index(1 - W), count=1)
+                    turns += 1
                     s = warpgroup_mma_wait(2, deps=[s])
                     keys = columns + (begin + (n - 1 - j) * BLOCK_N)
                     g = _slopes(s, queries, keys, sums, k_used, window, scale, ACTIVATION, SCALE_AFTER, CAUSAL, WINDOW, False)
@@ -156,7 +156,6 @@ def _consume(
                     mbarrier.arrive(k_free.index(stage), count=1)
                     slopes = new_slopes
                     stage = next_stage
-                mbarrier.arrive(q_free.index(W), count=1)
                 acc = warpgroup_mma(slopes, ks.index(stage).reshape([BLOCK_N, D]), acc, is_async=True)
                 out = warpgroup_mma_wait(0, deps=[acc]) * factor
                 mbarrier.arrive(k_free.index(stage), count=1)
@@ -169,6 +168,10 @@ def _consume(
                     mbarrier.arrive(k_free.index(stage), count=1)
                     mbarrier.wait(v_full.index(stage), phase)
                     mbarrier.arrive(v_free.index(stage), count=1)
+                    if j > 0:
+                        mbarrier.wait(turn.index(W), turns & 1)
+                        mbarrier.arrive(turn.index(1 - W), count=1)
+                        turns += 1
             copied += n
         if SOFTMAX:
             gl.store(delta + statistic + lanes, deltas, mask=lanes + mine < q_length)
@@ -198,15 +201,17 @@ def query_grad_kernel(
     q_full, q_free = barriers(2, 1), barriers(2, 1)
     k_full, k_free = barriers(STAGES, 1), barriers(STAGES, 2)
     v_full, v_free = barriers(STAGES, 1), barriers(STAGES, 2)
+    turn = barriers(2, 1)
     fence_async_shared()
+    mbarrier.arrive(turn.index(0), count=1)
     total = gl.load(count) * heads
     gl.warp_specialize(
         [
             (_consume, (dq_desc, lse, delta, records, total, heads, out_tokens, scale, factor, window, qs, dos, os, ks, vs, dqs,
-                        q_full, q_free, k_full, k_free, v_full, v_free,
+                        q_full, q_free, k_full, k_free, v_full, v_free, turn,
                         0, GROUP, D, V, BLOCK_M, BLOCK_N, STAGES, ACTIVATION, SCALE_AFTER, CAUSAL, WINDOW)),
             (_consume, (dq_desc, lse, delta, records, total, heads, out_tokens, scale, factor, window, qs, dos, os, ks, vs, dqs,
-                        q_full, q_free, k_full, k_free, v_full, v_free,
+                        q_full, q_free, k_full, k_free, v_full, v_free, turn,
                         1, GROUP, D, V, BLOCK_M, BLOCK_N, STAGES, ACTIVATION, SCALE_AFTER, CAUSAL, WINDOW)),
             (_produce, (q_desc, do_desc, o_desc, k_desc, v_desc, records, total, heads, q_head, k_head, v_head, window, qs, dos, os, ks, vs,
                         q_full, q_free, k_full, k_free, v_full, v_free, GROUP, V, BLOCK_M, BLOCK_N, STAGES, SOFTMAX, CAUSAL, WINDOW)),

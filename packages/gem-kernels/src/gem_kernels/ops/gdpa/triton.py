@@ -11,9 +11,8 @@ after row.
 
 # Kernels are compiled from their source: they carry no types, and branches on compile-time values keep their form.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
-# ruff: noqa: SIM108
 
-from gem_kernels.common.activations import activate, slope_of
+from gem_kernels.common.activations import activate_scaled, both_scaled, slope_scaled
 from gem_kernels.common.language import tl, triton
 from gem_kernels.common.offsets import load_rows, store_rows
 from gem_kernels.common.tiles import keys_seen, queries_seeing, read_tile, sees
@@ -40,12 +39,9 @@ def forward_kernel(
             k_tile = load_rows(k_base, n, k_used, k_token, BLOCK_N, DIM, BLOCK_D)
             v_tile = load_rows(v_base, n, k_used, v_token, BLOCK_N, V_DIM, BLOCK_V)
             s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
-            if SCALE_AFTER:
-                p = activate(s, ACTIVATION)
-            else:
-                p = activate(s * scale, ACTIVATION)
+            p = activate_scaled(s, 1.0 if SCALE_AFTER else scale, ACTIVATION)
             if WINDOW:
-                distance = (position - n + tl.arange(0, BLOCK_M))[:, None] - tl.arange(0, BLOCK_N)[None, :]
+                distance = ((position - n).to(tl.int32) + tl.arange(0, BLOCK_M))[:, None] - tl.arange(0, BLOCK_N)[None, :]
                 p = tl.where(sees(distance, window, False, True), p, 0.0)
             acc = tl.dot(p.to(v_tile.dtype), v_tile, acc, input_precision=PRECISION)
         if SCALE_AFTER:
@@ -79,12 +75,9 @@ def query_grad_kernel(
             v_tile = load_rows(v_base, n, k_used, v_token, BLOCK_N, V_DIM, BLOCK_V)
             s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
             ds = tl.dot(do_tile, tl.trans(v_tile), input_precision=PRECISION)
-            if SCALE_AFTER:
-                ds *= slope_of(s, ACTIVATION)
-            else:
-                ds *= slope_of(s * scale, ACTIVATION)
+            ds *= slope_scaled(s, 1.0 if SCALE_AFTER else scale, ACTIVATION)
             if WINDOW:
-                distance = (position - n + tl.arange(0, BLOCK_M))[:, None] - tl.arange(0, BLOCK_N)[None, :]
+                distance = ((position - n).to(tl.int32) + tl.arange(0, BLOCK_M))[:, None] - tl.arange(0, BLOCK_N)[None, :]
                 ds = tl.where(sees(distance, window, False, True), ds, 0.0)
             acc = tl.dot(ds.to(k_tile.dtype), k_tile, acc, input_precision=PRECISION)
         store_rows(dq + head * DIM + out_start * dq_token, acc * scale, first, q_length, dq_token, BLOCK_M, DIM, BLOCK_D)
@@ -123,12 +116,10 @@ def key_grad_kernel(
                 do_tile = load_rows(do_base, m, q_used, do_token, BLOCK_M, V_DIM, BLOCK_V)
                 s = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION)
                 ds = tl.dot(v_tile, tl.trans(do_tile), input_precision=PRECISION)
-                if not SCALE_AFTER:
-                    s *= scale
-                p = activate(s, ACTIVATION)
-                ds *= slope_of(s, ACTIVATION)
+                p, slope = both_scaled(s, 1.0 if SCALE_AFTER else scale, ACTIVATION)
+                ds *= slope
                 if WINDOW:
-                    distance = (m + shift + tl.arange(0, BLOCK_M))[None, :] - tl.arange(0, BLOCK_N)[:, None]
+                    distance = ((m + shift).to(tl.int32) + tl.arange(0, BLOCK_M))[None, :] - tl.arange(0, BLOCK_N)[:, None]
                     near = sees(distance, window, False, True)
                     p = tl.where(near, p, 0.0)
                     ds = tl.where(near, ds, 0.0)

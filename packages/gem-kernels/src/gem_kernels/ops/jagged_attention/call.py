@@ -26,10 +26,10 @@ class Call(AttentionCall):
     backend: str
 
     def forward(self) -> tuple[Tensor, Tensor]:
-        """Output ``[out_tokens, heads, v_dim]`` and log-sum-exp ``[heads, out_tokens]`` float32."""
+        """Output ``[out_tokens, heads, v_dim]``, and log2 of the denominators ``[heads, out_tokens]`` float32, infinity where there is no key."""
         shape = (self.out_tokens, self.heads, self.v.shape[-1])
         if self.nothing_to_do():
-            return self.q.new_zeros(shape), torch.full((self.heads, self.out_tokens), -torch.inf, device=self.q.device)
+            return self.q.new_zeros(shape), torch.full((self.heads, self.out_tokens), torch.inf, device=self.q.device)
         out = self.q.new_empty(shape)
         lse = self.q.new_empty((self.heads, self.out_tokens), dtype=torch.float32)
         if self.backend == "gluon":

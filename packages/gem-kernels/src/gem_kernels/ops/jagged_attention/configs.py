@@ -17,6 +17,8 @@ def choose(key: Key, *, bias: bool) -> Config:
     if key.direction == "forward":
         stages = 3 if key.hopper else 2
         return Config(128, 64, 8, stages) if key.long_rows else Config(64, 64, 4, stages)
+    if key.direction == "key_grad":
+        return Config(64, 64, 8 if key.width > 64 else 4, 2 if key.hopper else 1)
     if key.hopper and key.long_rows:
-        return Config(64, 128, 8, 2) if key.direction == "key_grad" else Config(128, 64, 8, 2)
+        return Config(128, 64, 8, 2)
     return Config(64, 64, 4, 2) if key.width <= 64 or key.hopper else Config(32, 64, 4, 1)

@@ -3,6 +3,7 @@
 Importing this module needs no triton; the first call does.
 """
 
+import math
 from typing import Any
 
 import torch
@@ -59,7 +60,7 @@ def _attend(
 ) -> Tensor | tuple[Tensor, Tensor]:
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     out, lse = torch.ops.gem_kernels.jagged_attention(q, k, v, q_offsets, k_offsets, bias, max_q, max_k, scale, causal, window, backend)
-    return (out, lse.t()) if return_lse else out
+    return (out, torch.where(lse == torch.inf, -torch.inf, lse * math.log(2.0)).t()) if return_lse else out
 
 
 def _call(*settings: Any) -> Call:

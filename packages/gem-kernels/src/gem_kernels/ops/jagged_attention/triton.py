@@ -4,9 +4,9 @@ With s = scale q kᵀ + bias over the keys that a query sees, lse = log Σ exp(s
 dv = pᵀ do, ds = p (do vᵀ - delta), dq = scale ds k, dk = scale dsᵀ q, dbias = ds. Scores are kept in powers of two: exp2 is what the hardware has.
 
 Programs stride over the tiles of a list of ``gem_kernels.common.schedule`` times the heads; ``*_token``, ``*_head`` are strides in elements;
-outputs and ``dout`` are contiguous; ``lse`` and ``delta`` are ``[heads, out_tokens]``
-float32. Compile-time arguments are in capitals. ``SHARED``: one query for all rows, whose outputs and gradients lie row
-after row.
+outputs and ``dout`` are contiguous. ``lse`` and ``delta`` are ``[heads, out_tokens]`` float32; ``lse`` is an exponent of two, and infinity for a
+query without key: its weights are 0. Compile-time arguments are in capitals. ``SHARED``: one query for all rows, whose outputs and gradients lie row
+by row.
 """
 
 # Kernels are compiled from their source: they carry no types, and branches on compile-time values keep their form.
@@ -19,7 +19,6 @@ from gem_kernels.common.offsets import load_rows, row_span, store_rows
 from gem_kernels.common.tiles import keys_seen, queries_seeing, read_tile, sees
 
 LOG2_E = tl.constexpr(math.log2(math.e))
-LN_2 = tl.constexpr(math.log(2.0))
 LOWEST = tl.constexpr(-8.5e37)
 """A quarter of the lowest float32: a finite bias never becomes infinite, whatever is added."""
 _VARYING = ["rows", "out_tokens", "q_tokens", "k_tokens", "window", "max_q", "max_k", "tiles"]
@@ -41,20 +40,13 @@ def _scores(dots, distance, keys, k_used, scale, window, bias_tile, CAUSAL: tl.c
 @triton.jit
 def _load_bias(bias, queries, keys, q_used, k_used, stride_q, stride_k):
     inside = (queries < q_used) & (keys < k_used)
-    return tl.load(bias + queries * stride_q + keys * stride_k, mask=inside, other=0.0).to(tl.float32)
+    return tl.load(bias + queries.to(tl.int64) * stride_q + keys.to(tl.int64) * stride_k, mask=inside, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def _load_column(base, first, count, other, ROWS: tl.constexpr):
     r = tl.arange(0, ROWS)
-    return tl.load(base + first + r, mask=first + r < count, other=other)
-
-
-@triton.jit
-def _load_lse(base, first, count, ROWS: tl.constexpr):
-    """Log-sum-exp as an exponent of two; infinity where there is none, so that every weight is 0."""
-    lse = _load_column(base, first, count, float("-inf"), ROWS)
-    return tl.where(lse == float("-inf"), float("inf"), lse * LOG2_E)
+    return tl.load(base + first + r, mask=r < (count - first).to(tl.int32), other=other)
 
 
 @triton.jit(do_not_specialize=_VARYING)
@@ -73,20 +65,20 @@ def forward_kernel(
         q_tile = load_rows(q + head * q_head + q_start * q_token, first, q_used, q_token, BLOCK_M, DIM, BLOCK_D)
         k_base = k + head // GROUP * k_head + k_start * k_token
         v_base = v + head // GROUP * v_head + k_start * v_token
-        queries = first + tl.arange(0, BLOCK_M)
+        queries = (first + tl.arange(0, BLOCK_M)).to(tl.int32)
         top = tl.full([BLOCK_M], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
         acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
         for n in range(k_first, k_end, BLOCK_N):
             k_tile = load_rows(k_base, n, k_used, k_token, BLOCK_N, DIM, BLOCK_D)
             v_tile = load_rows(v_base, n, k_used, v_token, BLOCK_N, V_DIM, BLOCK_V)
-            keys = n + tl.arange(0, BLOCK_N)
+            keys = (n + tl.arange(0, BLOCK_N)).to(tl.int32)
             s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
             bias_tile = s
             if BIAS:
                 bias_tile = _load_bias(bias + row * bias_row + head * bias_head, queries[:, None], keys[None, :], q_used, k_used, bias_q, bias_k)
-            distance = (queries + (k_used - q_used))[:, None] - keys[None, :]
-            s = _scores(s, distance, keys[None, :], k_used, scale, window, bias_tile, CAUSAL, WINDOW, BIAS)
+            distance = (queries + (k_used - q_used).to(tl.int32))[:, None] - keys[None, :]
+            s = _scores(s, distance, keys[None, :], k_used.to(tl.int32), scale, window, bias_tile, CAUSAL, WINDOW, BIAS)
             new_top = tl.maximum(top, tl.max(s, 1))
             # A query that has seen no key yet keeps a finite reference: infinity less infinity is no number.
             reference = tl.where(new_top == float("-inf"), 0.0, new_top)
@@ -97,7 +89,7 @@ def forward_kernel(
             top = new_top
         some = (total > 0.0) & (queries < q_used)
         acc = tl.where(some[:, None], acc / tl.where(total > 0.0, total, 1.0)[:, None], 0.0)
-        sums = tl.where(some, (top + tl.log2(tl.where(some, total, 1.0))) * LN_2, float("-inf"))
+        sums = tl.where(some, top + tl.log2(tl.where(some, total, 1.0)), float("inf"))
         out_start = row * q_used if SHARED else q_start
         store_rows(out + head * V_DIM + out_start * out_token, acc, first, q_length, out_token, BLOCK_M, V_DIM, BLOCK_V)
         tl.store(lse + head * out_tokens + out_start + queries, sums, mask=queries < q_length)
@@ -123,22 +115,22 @@ def query_grad_kernel(
         do_tile = load_rows(dout + out_base, first, q_used, out_token, BLOCK_M, V_DIM, BLOCK_V)
         o_tile = load_rows(out + out_base, first, q_used, out_token, BLOCK_M, V_DIM, BLOCK_V)
         deltas = tl.sum(do_tile.to(tl.float32) * o_tile.to(tl.float32), 1)
-        sums = _load_lse(lse + head * out_tokens + out_start, first, q_used, BLOCK_M)
+        sums = _load_column(lse + head * out_tokens + out_start, first, q_used, float("inf"), BLOCK_M)
         k_base = k + head // GROUP * k_head + k_start * k_token
         v_base = v + head // GROUP * v_head + k_start * v_token
-        queries = first + tl.arange(0, BLOCK_M)
+        queries = (first + tl.arange(0, BLOCK_M)).to(tl.int32)
         acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         for n in range(k_first, k_end, BLOCK_N):
             k_tile = load_rows(k_base, n, k_used, k_token, BLOCK_N, DIM, BLOCK_D)
             v_tile = load_rows(v_base, n, k_used, v_token, BLOCK_N, V_DIM, BLOCK_V)
-            keys = n + tl.arange(0, BLOCK_N)
+            keys = (n + tl.arange(0, BLOCK_N)).to(tl.int32)
             s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
             dp = tl.dot(do_tile, tl.trans(v_tile), input_precision=PRECISION)
             bias_tile = s
             if BIAS:
                 bias_tile = _load_bias(bias + row * bias_row + head * bias_head, queries[:, None], keys[None, :], q_used, k_used, bias_q, bias_k)
-            distance = (queries + (k_used - q_used))[:, None] - keys[None, :]
-            s = _scores(s, distance, keys[None, :], k_used, scale, window, bias_tile, CAUSAL, WINDOW, BIAS)
+            distance = (queries + (k_used - q_used).to(tl.int32))[:, None] - keys[None, :]
+            s = _scores(s, distance, keys[None, :], k_used.to(tl.int32), scale, window, bias_tile, CAUSAL, WINDOW, BIAS)
             ds = tl.exp2(s - sums[:, None]) * (dp - deltas[:, None])
             acc = tl.dot(ds.to(k_tile.dtype), k_tile, acc, input_precision=PRECISION)
         store_rows(dq + head * DIM + out_start * dq_token, acc * scale, first, q_length, dq_token, BLOCK_M, DIM, BLOCK_D)
@@ -165,7 +157,7 @@ def key_grad_kernel(
         out_start = row * q_used if SHARED else q_start
         k_tile = load_rows(k + kv_head * k_head + k_start * k_token, first, k_used, k_token, BLOCK_N, DIM, BLOCK_D)
         v_tile = load_rows(v + kv_head * v_head + k_start * v_token, first, k_used, v_token, BLOCK_N, V_DIM, BLOCK_V)
-        keys = first + tl.arange(0, BLOCK_N)
+        keys = (first + tl.arange(0, BLOCK_N)).to(tl.int32)
         dk_acc = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
         dv_acc = tl.zeros([BLOCK_N, BLOCK_V], tl.float32)
         for member in range(GROUP):
@@ -175,16 +167,16 @@ def key_grad_kernel(
             for m in range(q_first, q_end, BLOCK_M):
                 q_tile = load_rows(q_base, m, q_used, q_token, BLOCK_M, DIM, BLOCK_D)
                 do_tile = load_rows(do_base, m, q_used, do_token, BLOCK_M, V_DIM, BLOCK_V)
-                sums = _load_lse(lse + head * out_tokens + out_start, m, q_used, BLOCK_M)
+                sums = _load_column(lse + head * out_tokens + out_start, m, q_used, float("inf"), BLOCK_M)
                 deltas = _load_column(delta + head * out_tokens + out_start, m, q_used, 0.0, BLOCK_M)
-                queries = m + tl.arange(0, BLOCK_M)
+                queries = (m + tl.arange(0, BLOCK_M)).to(tl.int32)
                 s = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION)
                 dp = tl.dot(v_tile, tl.trans(do_tile), input_precision=PRECISION)
                 bias_tile = s
                 if BIAS:
                     bias_tile = _load_bias(bias + row * bias_row + head * bias_head, queries[None, :], keys[:, None], q_used, k_used, bias_q, bias_k)
-                distance = (queries + (k_used - q_used))[None, :] - keys[:, None]
-                s = _scores(s, distance, keys[:, None], k_used, scale, window, bias_tile, CAUSAL, WINDOW, BIAS)
+                distance = (queries + (k_used - q_used).to(tl.int32))[None, :] - keys[:, None]
+                s = _scores(s, distance, keys[:, None], k_used.to(tl.int32), scale, window, bias_tile, CAUSAL, WINDOW, BIAS)
                 p = tl.exp2(s - sums[None, :])
                 ds = p * (dp - deltas[None, :])
                 dv_acc = tl.dot(p.to(do_tile.dtype), do_tile, dv_acc, input_precision=PRECISION)
@@ -208,8 +200,8 @@ def bias_grad_kernel(
         n = tile % k_tiles * BLOCK_N
         m = tile // k_tiles % q_tiles * BLOCK_M
         matrix = tile // k_tiles // q_tiles
-        queries = m + tl.arange(0, BLOCK_M)
-        keys = n + tl.arange(0, BLOCK_N)
+        queries = (m + tl.arange(0, BLOCK_M)).to(tl.int32)
+        keys = (n + tl.arange(0, BLOCK_N)).to(tl.int32)
         acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         bias_rows = rows if PER_ROW else 1
         first_row = matrix % bias_rows
@@ -232,15 +224,15 @@ def bias_grad_kernel(
                 do_tile = load_rows(dout + head * V_DIM + out_start * out_token, m, q_used, out_token, BLOCK_M, V_DIM, BLOCK_V)
                 k_tile = load_rows(k + head // GROUP * k_head + k_start * k_token, n, k_used, k_token, BLOCK_N, DIM, BLOCK_D)
                 v_tile = load_rows(v + head // GROUP * v_head + k_start * v_token, n, k_used, v_token, BLOCK_N, V_DIM, BLOCK_V)
-                sums = _load_lse(lse + head * out_tokens + out_start, m, q_used, BLOCK_M)
+                sums = _load_column(lse + head * out_tokens + out_start, m, q_used, float("inf"), BLOCK_M)
                 deltas = _load_column(delta + head * out_tokens + out_start, m, q_used, 0.0, BLOCK_M)
                 s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
                 dp = tl.dot(do_tile, tl.trans(v_tile), input_precision=PRECISION)
                 bias_tile = _load_bias(bias + row * bias_row + head * bias_head, queries[:, None], keys[None, :], q_used, k_used, bias_q, bias_k)
-                distance = (queries + (k_used - q_used))[:, None] - keys[None, :]
-                s = _scores(s, distance, keys[None, :], k_used, scale, window, bias_tile, CAUSAL, WINDOW, True)
+                distance = (queries + (k_used - q_used).to(tl.int32))[:, None] - keys[None, :]
+                s = _scores(s, distance, keys[None, :], k_used.to(tl.int32), scale, window, bias_tile, CAUSAL, WINDOW, True)
                 acc += tl.exp2(s - sums[:, None]) * (dp - deltas[:, None])
         # dbias is contiguous, [bias rows, bias heads, max_q, max_k].
         base = dbias + (first_row * (heads if PER_HEAD else 1) + first_head) * max_q.to(tl.int64) * max_k
         inside = (queries < max_q)[:, None] & (keys < max_k)[None, :]
-        tl.store(base + queries[:, None] * max_k + keys[None, :], acc.to(dbias.dtype.element_ty), mask=inside)
+        tl.store(base + queries.to(tl.int64)[:, None] * max_k + keys[None, :], acc.to(dbias.dtype.element_ty), mask=inside)
