@@ -173,6 +173,16 @@ def test_simulations_are_repeatable_and_bad_ones_refused() -> None:
             list(simulate(**wrong))  # type: ignore[arg-type]
 
 
+def test_every_rank_takes_part_in_every_method(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(simulation, "AT_ONCE", 2)
+    costs, rows = simulation._costs(simulation.LAWS["uniform, CV 0.58"], 5, 16, 3, np.random.default_rng(0))
+    assert {method: values.shape[1] for method, values in costs.items()} == dict.fromkeys(simulation.METHODS, 5)
+    assert {method: values.shape for method, values in rows.items()} == {method: values.shape for method, values in costs.items()}
+    drawn = np.random.default_rng(0).uniform(0.0, 2.0, (2, 48))  # the first two ranks' rows
+    for method in ("none", "bbs", "lpt"):
+        assert costs[method][:, :2].sum() == pytest.approx(drawn.sum())
+
+
 def run(*words: str) -> str:
     done = CliRunner().invoke(app, ["balance", *words], env={"COLUMNS": "150"}, catch_exceptions=False)
     assert done.exit_code == 0

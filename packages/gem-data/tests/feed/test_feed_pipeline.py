@@ -44,6 +44,15 @@ def test_no_more_than_depth_jobs_are_begun_ahead() -> None:
     assert len(begun) == 8
 
 
+def test_jobs_that_wait_are_cancelled_when_nobody_wants_them() -> None:
+    begun: list[int] = []
+    with ThreadPoolExecutor(1) as pool:
+        results = ahead((lambda i=i: time.sleep(0.02) or begun.append(i) or i for i in range(9)), pool, 6)
+        assert next(results) == 0
+        results.close()
+    assert len(begun) <= 3
+
+
 def test_without_a_pool_nothing_is_begun_before_it_is_asked_for() -> None:
     begun: list[int] = []
     results = ahead(jobs(5, begun), None, 3)
