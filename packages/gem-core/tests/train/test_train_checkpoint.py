@@ -281,6 +281,21 @@ def test_a_harmed_file_is_named(tmp_path: Path, name: str, harm: str) -> None:
         saved.verify()
 
 
+@pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe", None])
+def test_descriptions_that_cannot_be_read_are_named(tmp_path: Path, content: bytes | None) -> None:
+    path = write(tmp_path, 1)
+    index = path / "tensors.json"
+    if content is None:
+        index.unlink()
+    else:
+        index.write_bytes(content)
+        (path / "about.json").write_bytes(content)
+        with pytest.raises(RunFailed, match=r"file about\.json cannot be read"):
+            find_checkpoint(tmp_path)
+    with pytest.raises(RunFailed, match=r"file tensors\.json cannot be read"):
+        _ = Saved(path=path, about={}).index
+
+
 def test_ranks_share_the_verification(tmp_path: Path) -> None:
     path = write(tmp_path, 1)
     (path / "trainer.pt").unlink()

@@ -17,6 +17,7 @@ from gem_train_ranks import run_ranks
 from torch import Tensor, nn
 
 from gem_core.batch import Batch
+from gem_core.builtin.embedding import TorchEmbeddings
 from gem_core.config.load import LoadedConfig, load_config
 from gem_core.spec import CheckpointInfo, ParallelContext, ParallelStrategy, PluginError, RequestError, RunFailed, RunInfo, StepInfo, hookimpl
 from gem_core.train import compose as composing
@@ -572,6 +573,13 @@ def test_checkpoints_beside_training_equal_those_written_at_once(configure: Conf
         names = [name for name in one.about["files"] if name != "trainer.pt"]  # which holds times
         assert len(names) > 1
         assert {name: one.about["files"][name] for name in names} == {name: other.about["files"][name] for name in names}
+
+
+def test_an_engine_that_cannot_be_saved_is_refused_before_training(configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(TorchEmbeddings, "table_slices")
+    with pytest.raises(PluginError, match="embedding engine 'torch': it lacks table_slices"):
+        train(configure())
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_run_does_not_start_from_a_harmed_checkpoint(configure: Configure, tmp_path: Path) -> None:

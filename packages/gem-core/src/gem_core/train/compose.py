@@ -182,6 +182,10 @@ def _strategies(run: Run) -> None:
     optimizer = SparseOptimizer(name=embedding.optimizer, lr=embedding.lr, eps=embedding.eps)
     keywords = {"device": run.world.device, "seed": run.config.run.seed}
     run.embeddings = host().build("embedding_engines", embedding.engine, embedding.options, run.tables, optimizer, **keywords)
+    if missing := [name for name in ("table_slices", "table_updates", "tables_loaded") if not hasattr(run.embeddings, name)]:
+        raise PluginError(
+            f"embedding engine {embedding.engine!r}", f"it lacks {', '.join(missing)}", "A checkpoint needs them: see docs/checkpoints.md."
+        )
     declared.sort(key=lambda d: STRATEGY_STAGES.index(d.stage))
     run.strategies = [(d.name, d.on_meta, host().build("parallel_strategies", d.name, parallel.options.get(d.name, {}))) for d in declared]
     run.dense = _apply_strategies(run, run.model, on_meta=True)

@@ -35,8 +35,7 @@ class Saved:
     @cached_property
     def index(self) -> dict[str, dict[str, Any]]:
         """``{tensor name: {"dtype", "shape", "pieces"}}``."""
-        content: dict[str, dict[str, Any]] = json.loads((self.path / INDEX).read_text(encoding="utf-8"))
-        return content
+        return _read_json(self.path / INDEX)
 
     def names(self, prefix: str) -> list[str]:
         """What follows a prefix in the names of tensors, in alphabetical order."""
@@ -132,17 +131,28 @@ def find_checkpoint(path: Path) -> Saved:
 
     Raises:
         RequestError: there is none, or its format is another one.
+        RunFailed: its ``about.json`` cannot be read.
     """
     if not (path / ABOUT).is_file():
         found = checkpoints(path / "checkpoints")
         if not found:
             raise RequestError(f"the checkpoint of {path}", "there is no complete one", "Name a run folder or a checkpoint; or train anew.")
         path = found[-1]
-    about = json.loads((path / ABOUT).read_text(encoding="utf-8"))
-    if about["format"] != FORMAT:
-        do = "Install a newer gem-core." if about["format"] > FORMAT else "Use the gem-core that wrote it, or train anew."
-        raise RequestError(f"checkpoint {path}", f"its format is {about['format']}, this version reads {FORMAT}", do)
+    about = _read_json(path / ABOUT)
+    version = about.get("format")
+    if version != FORMAT:
+        do = "Install a newer gem-core." if isinstance(version, int) and version > FORMAT else "Use the gem-core that wrote it, or train anew."
+        raise RequestError(f"checkpoint {path}", f"its format is {version}, this version reads {FORMAT}", do)
     return Saved(path=path, about=about)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        so = f"file {path.name} cannot be read: {error}"
+        raise RunFailed(f"checkpoint {path.parent}", so, "Use an older checkpoint: remove this folder, or restore the file.") from error
+    return content
 
 
 def differing(a: Sequence[str], b: Sequence[str]) -> list[str]:
