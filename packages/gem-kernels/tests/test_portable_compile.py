@@ -1,0 +1,65 @@
+"""The portable kernels compile for Hopper without a GPU: what the interpreter lets pass and the compiler does not shows here."""
+
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("triton")
+
+CODE = """
+import os, sys
+os.environ.pop("TRITON_INTERPRET", None)
+import triton
+from importlib import import_module
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+SIZES = dict(GROUP=2, DIM=64, V_DIM=64, BLOCK_M=64, BLOCK_N=64, BLOCK_D=64, BLOCK_V=64, PRECISION="tf32", FAST=True, CAUSAL=True, WINDOW=True,
+             CONTEXTUAL=True, TARGETS=True, BIAS=True, BLOCK=64, SPAN=64, ROWS=64, CHUNK=128, ROPE=True, ROPE_V=True, STAGES=2, INNER=128, WIDTH=64,
+             STEP=32, LAYER=True, TOKENS=16, SCATTER=True)
+WORDS = dict(scale="fp32", norm="fp32", eps="fp32", rope="*fp32", offsets="*i64", contextual="*i64", targets="*i64", base="*i64", skip="*i64",
+             lse="*fp32", delta="*fp32", sums="*fp32", dgamma="*fp32", dbeta="*fp32", packed="*i32", other="*i32")
+NUMBERS = set("rows heads kv_heads total tokens max_length max_q max_k tiles steps limit seeds splits rows_per_run window row_group".split())
+NUMBERS.add("head_group")
+DESCRIBED = {"x": "tensordesc<bf16[64, 32]>", "weight": "tensordesc<bf16[64, 32]>", "out": "tensordesc<bf16[64, 64]>"}
+
+def word(name, described):
+    if described and name in DESCRIBED:
+        return DESCRIBED[name]
+    if name == "total" and op == "norm_linear.rows":
+        return "*bf16"
+    if name in NUMBERS or "_" in name and name.rsplit("_", 1)[-1] in ("token", "head", "row", "seed", "stride", "in", "out"):
+        return "i32"
+    return WORDS.get(name, "*bf16")
+
+op, kernels = sys.argv[1], sys.argv[2:]
+module = import_module(f"gem_kernels.ops.{op}")
+for kernel in (getattr(module, name + "_kernel") for name in kernels):
+    fixed = {n: v for n, v in SIZES.items() if n in kernel.arg_names}
+    signature = {n: "constexpr" if n in fixed else word(n, op == "norm_linear.triton") for n in kernel.arg_names}
+    constants = {(kernel.arg_names.index(n),): value for n, value in fixed.items()}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=dict(num_warps=4, num_stages=2))
+    assert compiled.asm["cubin"]
+    print(kernel.fn.__name__, "wgmma" in compiled.asm["ptx"])
+"""
+KERNELS = {
+    "block_attention.triton": ("forward", "backward"),
+    "hstu_attention.triton": ("forward", "query_grad", "key_grad", "bias_grad"),
+    "pooled_attention.triton": ("forward", "query_grad", "key_grad"),
+    "norm_linear.triton": ("after", "before"),
+    "norm_linear.rows": ("forward", "backward"),
+    "pffn.triton": ("forward", "backward"),
+    "jagged.triton": ("move", "product", "matrix_grad"),
+}
+WITHOUT_PRODUCTS = ("norm_linear.rows", "pffn.triton")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("module", KERNELS)
+def test_case_I03_the_kernels_compile_for_hopper_without_a_gpu(module):
+    done = subprocess.run([sys.executable, "-c", CODE, module, *KERNELS[module]], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    products = [name not in ("move_kernel",) and module not in WITHOUT_PRODUCTS for name in done.stdout.split()[::2]]
+    assert done.stdout.split()[1::2] == [str(wanted) for wanted in products]
