@@ -4,7 +4,9 @@ import pytest
 
 pytest.importorskip("triton")
 
-from gem_kernels.ops.gdpa.configs import DIRECTIONS, Config, block_width, choose, config_key, shared_memory, space
+from gem_kernels.ops.gdpa.configs import DIRECTIONS, Config, choose, config_key, shared_memory, space
+from gem_kernels.ops.host import block_width
+from gem_kernels.ops.jagged_attention import configs as jagged
 
 WIDTHS = (16, 32, 64, 128, 256)
 
@@ -37,9 +39,15 @@ def test_width_is_the_larger_of_key_and_value():
     assert config_key("forward", dim=16, v_dim=100, itemsize=2, max_length=1, arch=90).width == 128
 
 
-def test_chosen_tiles_are_powers_of_two_that_a_matrix_product_takes():
+def chosen():
     for key in keys():
-        config = choose(key)
+        yield key, choose(key)
+        for bias in (False, True):
+            yield key, jagged.choose(key, bias=bias)
+
+
+def test_chosen_tiles_are_powers_of_two_that_a_matrix_product_takes():
+    for key, config in chosen():
         for size in (config.block_m, config.block_n):
             assert size >= 16, key
             assert size & (size - 1) == 0, key
@@ -48,8 +56,8 @@ def test_chosen_tiles_are_powers_of_two_that_a_matrix_product_takes():
 
 
 def test_chosen_tiles_fit_shared_memory():
-    for key in keys():
-        assert shared_memory(choose(key), key) <= (227 if key.hopper else 99) * 1024, key
+    for key, config in chosen():
+        assert shared_memory(config, key) <= (227 if key.hopper else 99) * 1024, key
 
 
 def test_shared_memory_counts_what_triton_reports():

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -92,3 +93,14 @@ def test_blocks_are_listed_for_both_widths():
         for size, stages in blocks.values():
             assert size in (64, 128)
             assert stages >= 2
+
+
+def test_case_C05_more_items_than_the_kernels_count_are_refused():
+    from gem_core.spec import RequestError
+    from gem_kernels.ops.attention import AttentionCall
+
+    x = torch.zeros(3, 2, 64, dtype=torch.float16)
+    offsets = torch.tensor([0, 3])
+    call = AttentionCall(op="gdpa", q=x, k=x, v=x, q_offsets=offsets, k_offsets=offsets, max_q=3, max_k=3, scale=1.0, window=None, activation="silu")
+    with patch.object(launch, "MAX_ITEMS", 1), pytest.raises(RequestError, match="Split the batch"):
+        launch.forward(call, torch.empty_like(x), None)

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from gem_core.ops.dispatch import cuda_arch
 from gem_kernels.common.schedule import Layout, Tiles, programs, tiles
-from gem_kernels.ops.gdpa.configs import INTERPRETER, Config, Key, block_width, config_key
-from gem_kernels.ops.host import MAX_GRID, check_call, interpreted, precision, readable
+from gem_kernels.ops.gdpa.configs import INTERPRETER, Config, Key, config_key
+from gem_kernels.ops.host import MAX_GRID, block_width, check_call, interpreted, precision, readable
 from gem_kernels.ops.limits import MAX_WIDTH
 
 TRITON_RESIDENT = 2

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gem_core.spec import RequestError
 from gem_kernels.common.hopper.forward import forward_kernel
 from gem_kernels.common.hopper.gluon import TensorDescriptor, gl
 from gem_kernels.common.hopper.key_grad import key_grad_kernel
@@ -17,6 +18,7 @@ from gem_kernels.ops.attention import AttentionCall
 
 DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 MAX_COLUMNS = 2**31 - 1
+MAX_ITEMS = 2**31 - 1
 AXIS = 2**31 - 2**16
 """Size of the descriptor axes that are not to end anywhere."""
 TILE = 128
@@ -116,6 +118,8 @@ def _over_tiles(
     """Launch one program on each SM over the tiles of ``axis``, times ``heads``."""
     q, k, v = read
     found = call.tiles(axis, queries if axis == "q" else keys)
+    if found.bound * heads > MAX_ITEMS:
+        raise RequestError(f"{call.op} of {found.bound} tiles and {heads} heads", f"the kernel counts to {MAX_ITEMS}", "Split the batch.")
     grid = programs(found.bound * heads, 1, q.device, persistent=True)
     with nullcontext() if q.device.index == torch.cuda.current_device() else torch.cuda.device(q.device):
         kernel[(grid,)](

@@ -7,6 +7,8 @@ with the shapes that a training run meets. ``space`` lists what a search may try
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from gem_kernels.ops.host import block_width
+
 DIRECTIONS = ("forward", "query_grad", "key_grad")
 SHORT_ROW = 512
 """Rows up to here count as short: small tiles then keep more programs on an SM while their rows run out."""
@@ -39,11 +41,6 @@ class Key:
     wide_dtype: bool
     long_rows: bool
     hopper: bool
-
-
-def block_width(size: int) -> int:
-    """Columns of a tile that holds ``size`` of them: the next power of two, at least 16 (the smallest matrix product)."""
-    return max(16, 1 << (size - 1).bit_length())
 
 
 def config_key(direction: str, *, dim: int, v_dim: int, itemsize: int, max_length: int, arch: int | None) -> Key:
