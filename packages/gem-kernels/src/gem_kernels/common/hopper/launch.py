@@ -3,7 +3,7 @@
 import math
 from contextlib import nullcontext
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -14,7 +14,9 @@ from gem_kernels.common.hopper.gluon import TensorDescriptor, gl
 from gem_kernels.common.hopper.key_grad import key_grad_kernel
 from gem_kernels.common.hopper.query_grad import query_grad_kernel
 from gem_kernels.common.schedule import programs
-from gem_kernels.ops.attention import AttentionCall
+
+if TYPE_CHECKING:
+    from gem_kernels.ops.attention import AttentionCall
 
 DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 MAX_COLUMNS = 2**31 - 1
@@ -31,7 +33,7 @@ BLOCKS = {
 """Tokens of the blocks that stream past a tile, and how many are in flight, by the larger head size: what fits the registers and shared memory."""
 
 
-def forward(call: AttentionCall, out: Tensor, lse: Tensor | None) -> None:
+def forward(call: "AttentionCall", out: Tensor, lse: Tensor | None) -> None:
     """Write ``out`` ``[out_tokens, heads, v_dim]`` and, for softmax, ``lse`` ``[heads, out_tokens]``."""
     q, k, v = _aligned(call.q), _aligned(call.k), _aligned(call.v)
     keys, stages = _blocks("forward", q, v)
@@ -45,7 +47,7 @@ def forward(call: AttentionCall, out: Tensor, lse: Tensor | None) -> None:
 
 
 def query_grad(
-    call: AttentionCall, dout: Tensor, dq: Tensor, *, out: Tensor | None = None, lse: Tensor | None = None, delta: Tensor | None = None
+    call: "AttentionCall", dout: Tensor, dq: Tensor, *, out: Tensor | None = None, lse: Tensor | None = None, delta: Tensor | None = None
 ) -> None:
     """Write ``dq`` and, for softmax, ``delta``. Not for a shared query."""
     q, k, v, dout = _aligned(call.q), _aligned(call.k), _aligned(call.v), _aligned(dout)
@@ -58,7 +60,7 @@ def query_grad(
     )  # fmt: skip
 
 
-def key_grad(call: AttentionCall, dout: Tensor, dk: Tensor, dv: Tensor, *, lse: Tensor | None = None, delta: Tensor | None = None) -> None:
+def key_grad(call: "AttentionCall", dout: Tensor, dk: Tensor, dv: Tensor, *, lse: Tensor | None = None, delta: Tensor | None = None) -> None:
     """Write ``dk`` and ``dv``."""
     q, k, v, dout = _aligned(call.q), _aligned(call.k), _aligned(call.v), _aligned(dout)
     (queries, stages), keys = _blocks("key_grad", q, v), TILE
@@ -73,7 +75,7 @@ def _blocks(direction: str, q: Tensor, v: Tensor) -> tuple[int, int]:
     return BLOCKS[direction][64 if max(q.shape[-1], v.shape[-1]) <= 64 else 128]
 
 
-def _scales(call: AttentionCall) -> dict[str, float]:
+def _scales(call: "AttentionCall") -> dict[str, float]:
     """The factor on the scores as the kernels of the gradients take it, and the factor on their sums."""
     return {"scale": call.scale * math.log2(math.e) if call.activation == "softmax" else call.scale, "factor": call.scale}
 
@@ -104,7 +106,7 @@ def _layout(rows: int, width: int, dtype: torch.dtype) -> Any:
 
 
 def _over_tiles(
-    call: AttentionCall,
+    call: "AttentionCall",
     kernel: Any,
     axis: str,
     queries: int,
