@@ -200,6 +200,17 @@ def test_a_planted_fault_is_noticed(op, options, fault):
         compare(draw(op, **options), lambda first, **given: real(first, **{**given, **fault}))
 
 
+@pytest.mark.parametrize("op", ["block_attention", "pooled_attention", "norm_linear", "jagged_pad"])
+def test_reserved_multiprocessors_shrink_the_grid_and_change_nothing(op):
+    work = draw(op, (70, 0, 3))
+    full = results(kernel_of(op), work)
+    with patch.object(host, "programs_on", lambda tiles, resident, device: 1) as fewer:
+        assert fewer(9, 1, None) == 1
+        few = results(kernel_of(op), work)
+    for a, b in zip(full, few, strict=True):
+        assert_close(a, b, bound=1e-6)
+
+
 def test_the_interpreter_is_told_from_the_compiler():
     assert host.interpreted()
     assert host.multiprocessors(torch.zeros(1)) == 2

@@ -38,14 +38,12 @@ def test_only_the_gradients_that_are_wanted_are_asked_for(op):
     assert gradient.abs().sum() > 0
 
 
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", [op for op in OPS if op != "norm_linear"])  # its columns' gradients are added by program
 def test_case_C09_tiles_beyond_the_grid_limit_are_strided_over(op):
     work = draw(op, (70, 0, 3), heads=1)
     full = results(kernel_of(op), work)
     with patch.object(host, "MAX_GRID", 3):
         capped = results(kernel_of(op), work)
-    if op == "norm_linear":  # not: a program more or less changes how columns' gradients are added, which no limit reached in practice does
-        pytest.skip("its grid is capped by design")
     assert all(torch.equal(a, b) for a, b in zip(full, capped, strict=True))
 
 

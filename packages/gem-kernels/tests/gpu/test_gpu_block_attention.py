@@ -5,10 +5,9 @@ import torch
 
 from gem_core.ops.block_attention import reference
 from gem_core.testing import assert_as_accurate, plain_precision, poisoned_memory
+from gem_kernels.ops.block_attention.launch import block_attention
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
-
-from gem_kernels.ops.block_attention.launch import block_attention
 
 
 def offsets_of(lengths):
@@ -45,6 +44,8 @@ def compare(lengths, *, dim=128, v_dim=None, dtype=torch.bfloat16, rope=False, *
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=["bf16", "fp16", "fp32"])
 @pytest.mark.parametrize(("dim", "block"), [(32, 64), (64, 64), (128, 64), (128, 128), (96, 100), (128, 20)])
 def test_head_sizes_and_blocks(dim, block, dtype):
+    if dtype is torch.float32 and block > 64:
+        pytest.skip("float32 blocks end at 64")
     compare([1, 0, 700, 65, 128], dim=dim, block=block, dtype=dtype)
 
 

@@ -1,4 +1,4 @@
-"""The Hopper kernel of hstu_attention means what the reference means; the portable kernels' suites in tests/ run on CUDA by themselves."""
+"""The contract on CUDA, in every dtype that the kernels beside gdpa and jagged_attention declare."""
 
 import pytest
 import torch
@@ -7,9 +7,20 @@ from gem_core.testing import conformance_suite
 
 pytestmark = pytest.mark.gpu
 
-if torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0):
-    TestHstuAttentionGluon = conformance_suite("hstu_attention", backend="gluon", device="cuda")
+if torch.cuda.is_available():
+    TestBlockAttention = conformance_suite("block_attention", backend="triton", device="cuda")
+    TestHstuAttention = conformance_suite("hstu_attention", backend="triton", device="cuda")
+    TestPooledAttention = conformance_suite("pooled_attention", backend="triton", device="cuda")
+    TestNormLinear = conformance_suite("norm_linear", backend="triton", device="cuda")
+    TestPffn = conformance_suite("pffn", backend="triton", device="cuda")
+    TestJaggedConcat = conformance_suite("jagged_concat", backend="triton", device="cuda")
+    TestJaggedSplit = conformance_suite("jagged_split", backend="triton", device="cuda")
+    TestJaggedPad = conformance_suite("jagged_pad", backend="triton", device="cuda")
+    TestJaggedUnpad = conformance_suite("jagged_unpad", backend="triton", device="cuda")
+    TestJaggedDenseBmmAdd = conformance_suite("jagged_dense_bmm_add", backend="triton", device="cuda")
+    if torch.cuda.get_device_capability() == (9, 0):
+        TestHstuAttentionGluon = conformance_suite("hstu_attention", backend="gluon", device="cuda")
 else:
 
-    def test_hopper():
-        pytest.skip("no Hopper GPU")
+    def test_cuda():
+        pytest.skip("no CUDA device")

@@ -11,10 +11,13 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from gem_core.spec import KernelUnavailable, MachineError
+from gem_kernels.common.schedule import programs as programs_on
 from gem_kernels.ops.limits import NO_BF16
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MAX_GRID = 2**31 - 1
+RESIDENT = 2
+"""Programs that an SM holds, about; it only sizes the grid when SMs are reserved."""
 MAX_TOKEN_STRIDE = 2**24 - 1
 """In elements: 128 rows of a tile stay below 2^31."""
 
@@ -86,14 +89,17 @@ def roomy(like: Tensor) -> bool:
 
 
 def multiprocessors(like: Tensor) -> int:
-    """How many programs a persistent kernel launches; a few under the interpreter, so that each takes several tiles."""
-    return int(_device(like.device.index or 0).multi_processor_count) if like.is_cuda else 2
+    """How many programs a persistent kernel launches, one for each SM that is not reserved; a few under the interpreter, so that each takes several
+    tiles."""
+    return programs_on(MAX_GRID, 1, like.device, persistent=True) if like.is_cuda else 2
 
 
 def launch(kernel: Any, like: Tensor, tiles: int, *, programs: int = MAX_GRID, **arguments: Any) -> None:
-    """Launch at most ``programs`` on the device of ``like``; the grid has one axis, and programs stride over what it cannot hold."""
+    """Launch at most ``programs`` on the device of ``like``, fewer where SMs are reserved; the grid has one axis, and programs stride over what it
+    cannot hold."""
+    programs = min(programs_on(tiles, RESIDENT, like.device), programs, MAX_GRID)
     with nullcontext() if like.device.type == "cpu" else torch.cuda.device(like.device):
-        kernel[(min(tiles, programs, MAX_GRID),)](tiles=tiles, **arguments)
+        kernel[(min(tiles, programs),)](tiles=tiles, **arguments)
 
 
 def no_autocast(like: Tensor) -> AbstractContextManager[None]:
