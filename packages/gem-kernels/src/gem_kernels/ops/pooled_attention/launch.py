@@ -68,7 +68,7 @@ class _Inputs(NamedTuple):
         width = max(host.block_width(self.q.shape[-1]), host.block_width(self.v.shape[-1]))
         seeds = min(host.block_width(self.q.shape[-3]), 64)
         if host.interpreted():
-            return min(seeds, 32), 16, 1, 1
+            return min(seeds, 32), 64, 1, 1
         if self.q.element_size() > 2:
             return (min(seeds, 32), 32, 8, 1) if width <= 128 else (16, 16, 4, 1)
         return seeds, 64 if width <= 128 else 32, 8 if width > 128 else 4, 2
