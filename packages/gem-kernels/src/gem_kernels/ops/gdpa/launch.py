@@ -9,10 +9,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.utils.flop_counter import register_flop_formula
 
 from gem_core.ops.gdpa import flops
 from gem_core.spec import RequestError
+from gem_kernels.ops.direct import unwatched
 from gem_kernels.ops.gdpa.call import Call
 from gem_kernels.ops.host import block_width, row_lengths
 
@@ -57,9 +59,29 @@ def _attend(
 ) -> Tensor:
     if scale_position not in ("inside", "after"):
         raise RequestError(f"gdpa scale_position={scale_position!r}", "it is neither 'inside' nor 'after'", "Choose one of the two.")
+    call: Any = _Direct.apply if unwatched(q, k, v, q_offsets, k_offsets) else torch.ops.gem_kernels.gdpa
     after = scale_position == "after"
-    out: Tensor = torch.ops.gem_kernels.gdpa(q, k, v, q_offsets, k_offsets, max_q, max_k, activation, float(scale), after, window, backend)
+    out: Tensor = call(q, k, v, q_offsets, k_offsets, max_q, max_k, activation, float(scale), after, window, backend)
     return out
+
+
+class _Direct(torch.autograd.Function):
+    """What the custom ops below do, without torch's dispatcher."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
+        _save(ctx, inputs, None)
+        return _call(*inputs).forward()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        call, dq, dk, dv = _call(*ctx.saved_tensors, *ctx.settings), None, None, None
+        if ctx.needs_input_grad[0]:
+            dq = call.query_grad(dout)
+        if ctx.needs_input_grad[1] or ctx.needs_input_grad[2]:
+            dk, dv = call.key_grad(dout)
+        return (dq, dk, dv, *(None,) * 9)
 
 
 def _call(*settings: Any) -> Call:
@@ -145,7 +167,7 @@ def _(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor
     return k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     ctx.save_for_backward(*inputs[:5])
     ctx.settings = inputs[5:]
 
