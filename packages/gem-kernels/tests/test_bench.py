@@ -166,3 +166,24 @@ def test_a_changed_figure_changes_the_page(written):
     assert changed != text
     assert changed.count(written.BEGIN) == 1
     assert "123.4" in changed
+
+
+def test_what_moves_is_counted_once():
+    """Movers read every value and write it, and no padding; a backward pass reads no input that it does not need."""
+    values, padding = 23 * 4, (3 * 20 - 23) * 4  # rows of 3, 0 and 20 tokens, float32, of one column
+    widths = {"jagged_concat": 2, "jagged_split": 2, "jagged_pad": 1, "jagged_unpad": 1}
+    for op, parts in widths.items():
+        workload = small(op)
+        outputs = measure.flat(workload.call(measure.reference_of(op)))
+        width = SHAPES["self-L256"].width
+        moved = {mode: workload.moved(outputs, mode) // width for mode in ("fwd", "bwd")}
+        pads = {"jagged_pad": ("fwd",), "jagged_unpad": ("bwd",)}.get(op, ())
+        assert moved == {mode: 2 * parts * values + (padding if mode in pads else 0) for mode in moved}, op
+
+
+def test_attention_moves_inputs_outputs_and_gradients():
+    workload = small("gdpa")
+    outputs = measure.flat(workload.call(measure.reference_of("gdpa")))
+    tensor = outputs[0].numel() * 4
+    assert workload.moved(outputs, "fwd") == 4 * tensor
+    assert workload.moved(outputs, "bwd") == 7 * tensor

@@ -148,7 +148,7 @@ def test_the_log_sum_exp_is_not_offered():
 def test_it_is_not_taken_unless_named():
     q, k, v, offsets = packed([3])
     request = check(q, k, v, offsets, offsets, max_q=3, max_k=3)
-    assert choose(request).backend == "reference"
+    assert choose(request).backend != "sdpa"
     assert choose(request, "sdpa").impl.variant == "cpu"
 
 

@@ -56,15 +56,12 @@ def wrong(function: Callable[..., Any], workload: Workload) -> str | None:
 
 
 def measure(function: Callable[..., Any], workload: Workload, mode: str) -> dict[str, float]:
-    """Median milliseconds, TFLOP/s, GB/s with each tensor read or written once, and the peak of allocated memory in MiB."""
+    """Median milliseconds, TFLOP/s, GB/s of what has to move (``Workload.moved``), and the most memory in MiB beyond what was held before."""
     outputs = flat(workload.call(function))
     leaves = workload.leaves()
     upstream = [torch.randn_like(o) for o in outputs]
-    moved = sum(t.numel() * t.element_size() for t in (*leaves, *outputs))
-    flops: float = workload.flops
-    if mode == "bwd":
-        moved += sum(t.numel() * t.element_size() for t in leaves)
-        flops *= workload.backward
+    moved = workload.moved(outputs, mode)
+    flops = workload.flops * (workload.backward if mode == "bwd" else 1.0)
 
     def call() -> None:
         if mode == "fwd":
@@ -84,9 +81,10 @@ def _peak_mib(call: Callable[[], None]) -> float:
     call()
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
+    held = torch.cuda.memory_allocated()
     call()
     torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() / 2**20
+    return (torch.cuda.max_memory_allocated() - held) / 2**20
 
 
 def _cuda_median_ms(call: Callable[[], None]) -> float:

@@ -35,6 +35,20 @@ class Workload:
     def leaves(self) -> list[Tensor]:
         return [t for t in _tensors(list(self.arguments.values())) if t.requires_grad]
 
+    def moved(self, outputs: Sequence[Tensor], mode: str) -> int:
+        """Bytes that a pass has to read or write, each once: inputs and outputs forward; inputs, upstream and input gradients backward.
+
+        Movers read no input in backward, and no padding in either direction.
+        """
+        given, made = (sum(t.numel() * t.element_size() for t in tensors) for tensors in (self.leaves(), outputs))
+        if self.op in ("jagged_concat", "jagged_split"):
+            return given + made
+        if self.op == "jagged_pad":
+            return given + made if mode == "fwd" else 2 * given
+        if self.op == "jagged_unpad":
+            return 2 * made if mode == "fwd" else given + made
+        return given + made + (given if mode == "bwd" else 0)
+
     def cast(self, dtype: torch.dtype) -> "Workload":
         """The same values in ``dtype``, as new leaves; angles stay at least float32."""
 

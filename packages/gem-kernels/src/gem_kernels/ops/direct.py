@@ -1,16 +1,61 @@
 """Calls that go past torch's dispatcher. A custom op written in Python costs 50 microseconds of the host a call, more than a short kernel takes."""
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 _PLAIN = (Tensor, nn.Parameter)
 
 
-def unwatched(*tensors: Tensor | None) -> bool:
+def unwatched(inputs: tuple[Any, ...]) -> bool:
     """Whether nobody could tell a custom op from a plain call of what it does.
 
     A compiler, a dispatch mode (fake tensors, a FLOP counter), a functorch transform and a tensor subclass could: they need the op.
     """
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack() is not None:
         return False
-    return all(t is None or type(t) in _PLAIN for t in tensors)
+    return all(type(x) in _PLAIN for x in inputs if isinstance(x, Tensor))
+
+
+def direct(op: Any) -> Callable[..., Any]:
+    """A call of a custom op that goes past the dispatcher where nobody watches. For ops without a gradient of their own, such as a backward pass."""
+    compute: Callable[..., Any] = op._init_fn
+
+    def call(*inputs: Any) -> Any:
+        return compute(*inputs) if unwatched(inputs) else op(*inputs)
+
+    return call
+
+
+def differentiable(op: Any, backward: Callable[..., Any], save: Callable[..., None]) -> Callable[..., Any]:
+    """Register the gradient of a custom op without lists of tensors, and return a call of it that goes past the dispatcher where nobody watches.
+
+    Args:
+        op: the custom op, as ``torch.library.custom_op`` made it.
+        backward: ``(ctx, *grads) -> grads of the inputs``, once.
+        save: ``(ctx, inputs, output)``.
+    """
+    op.register_autograd(backward, setup_context=save)
+    compute: Callable[..., Any] = op._init_fn
+
+    class Direct(torch.autograd.Function):
+        """What the op does, without torch's dispatcher."""
+
+        @staticmethod
+        def forward(ctx: Any, *inputs: Any) -> Any:
+            output = compute(*inputs)
+            save(ctx, inputs, output)
+            return output
+
+        @staticmethod
+        @once_differentiable
+        def backward(ctx: Any, *grads: Tensor) -> Any:
+            return backward(ctx, *grads)
+
+    def call(*inputs: Any) -> Any:
+        return Direct.apply(*inputs) if unwatched(inputs) else op(*inputs)  # type: ignore[no-untyped-call]
+
+    return call

@@ -11,6 +11,7 @@ from torch.utils.flop_counter import register_flop_formula
 from gem_core.ops.block_attention import flops
 from gem_core.spec import KernelUnavailable
 from gem_kernels.ops import host
+from gem_kernels.ops.direct import differentiable, direct
 from gem_kernels.ops.limits import MAX_BLOCK, MAX_BLOCK_WIDTH
 
 TILE = 64
@@ -68,7 +69,7 @@ def block_attention(
         so = f"a block of {block} is above {limit}, the most in {q.dtype}"
         raise KernelUnavailable("block_attention with backend 'triton'", so, "Use backend='reference'.")
     factor = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    out: Tensor = torch.ops.gem_kernels.block_attention(q, k, v, offsets, rope, max_length, block, factor, rope_on_v)
+    out: Tensor = _op(q, k, v, offsets, rope, max_length, block, factor, rope_on_v)
     return out
 
 
@@ -145,11 +146,11 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-    grads = torch.ops.gem_kernels.block_attention_grad(dout, *ctx.saved_tensors, *ctx.settings)
+    grads = direct(_grad)(dout, *ctx.saved_tensors, *ctx.settings)
     return (*grads, *(None,) * 6)
 
 
-_forward.register_autograd(_backward, setup_context=_save)
+_op = differentiable(_forward, _backward, _save)
 
 
 @register_flop_formula(torch.ops.gem_kernels.block_attention, get_raw=True)

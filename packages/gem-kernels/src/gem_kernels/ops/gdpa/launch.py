@@ -9,12 +9,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.utils.flop_counter import register_flop_formula
 
 from gem_core.ops.gdpa import flops
 from gem_core.spec import RequestError
-from gem_kernels.ops.direct import unwatched
+from gem_kernels.ops.direct import differentiable, direct
 from gem_kernels.ops.gdpa.call import Call
 from gem_kernels.ops.host import block_width, row_lengths
 
@@ -59,29 +58,9 @@ def _attend(
 ) -> Tensor:
     if scale_position not in ("inside", "after"):
         raise RequestError(f"gdpa scale_position={scale_position!r}", "it is neither 'inside' nor 'after'", "Choose one of the two.")
-    call: Any = _Direct.apply if unwatched(q, k, v, q_offsets, k_offsets) else torch.ops.gem_kernels.gdpa
     after = scale_position == "after"
-    out: Tensor = call(q, k, v, q_offsets, k_offsets, max_q, max_k, activation, float(scale), after, window, backend)
+    out: Tensor = _op(q, k, v, q_offsets, k_offsets, max_q, max_k, activation, float(scale), after, window, backend)
     return out
-
-
-class _Direct(torch.autograd.Function):
-    """What the custom ops below do, without torch's dispatcher."""
-
-    @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> Tensor:
-        _save(ctx, inputs, None)
-        return _call(*inputs).forward()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        call, dq, dk, dv = _call(*ctx.saved_tensors, *ctx.settings), None, None, None
-        if ctx.needs_input_grad[0]:
-            dq = call.query_grad(dout)
-        if ctx.needs_input_grad[1] or ctx.needs_input_grad[2]:
-            dk, dv = call.key_grad(dout)
-        return (dq, dk, dv, *(None,) * 9)
 
 
 def _call(*settings: Any) -> Call:
@@ -176,13 +155,13 @@ def _backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
     tensors = ctx.saved_tensors
     dq = dk = dv = None
     if ctx.needs_input_grad[0]:
-        dq = torch.ops.gem_kernels.gdpa_query_grad(dout, *tensors, *ctx.settings)
+        dq = direct(_query_grad)(dout, *tensors, *ctx.settings)
     if ctx.needs_input_grad[1] or ctx.needs_input_grad[2]:
-        dk, dv = torch.ops.gem_kernels.gdpa_key_grad(dout, *tensors, *ctx.settings)
+        dk, dv = direct(_key_grad)(dout, *tensors, *ctx.settings)
     return (dq, dk, dv, *(None,) * 9)
 
 
-_forward.register_autograd(_backward, setup_context=_save)
+_op = differentiable(_forward, _backward, _save)
 
 
 @register_flop_formula(torch.ops.gem_kernels.gdpa, get_raw=True)

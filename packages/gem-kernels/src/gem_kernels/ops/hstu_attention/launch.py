@@ -14,6 +14,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from gem_core.ops.hstu_attention import flops
 from gem_kernels.ops import host
+from gem_kernels.ops.direct import differentiable, direct
 from gem_kernels.ops.limits import MAX_WIDTH
 
 
@@ -85,7 +86,7 @@ def hstu_attention(
     factor = q.shape[-1] ** -0.5 if scale is None else float(scale)
     norm = 1.0 / (max(max_length, 1) if norm_length is None else norm_length)
     settings = (max_length, factor, norm, causal, window, hopper)
-    out: Tensor = torch.ops.gem_kernels.hstu_attention(q, k, v, offsets, contextual, targets, bias, *settings)
+    out: Tensor = _op(q, k, v, offsets, contextual, targets, bias, *settings)
     return out
 
 
@@ -262,13 +263,13 @@ def _backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
     tensors, wanted = ctx.saved_tensors, ctx.needs_input_grad
     dq = dk = dv = dbias = None
     if any(wanted[:3]):
-        dq, dk, dv = torch.ops.gem_kernels.hstu_attention_grad(dout, *tensors, *ctx.settings)
+        dq, dk, dv = direct(_grad)(dout, *tensors, *ctx.settings)
     if wanted[6]:
-        dbias = torch.ops.gem_kernels.hstu_attention_bias_grad(dout, *tensors, *ctx.settings)
+        dbias = direct(_bias_grad)(dout, *tensors, *ctx.settings)
     return (dq, dk, dv, None, None, None, dbias, *(None,) * 6)
 
 
-_forward.register_autograd(_backward, setup_context=_save)
+_op = differentiable(_forward, _backward, _save)
 
 
 def _counts(counts: Tensor | None) -> list[int] | int:

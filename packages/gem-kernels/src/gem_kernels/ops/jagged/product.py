@@ -10,6 +10,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from gem_core.ops.jagged import bmm_flops
 from gem_kernels.ops import host
+from gem_kernels.ops.direct import differentiable
 
 
 def jagged_dense_bmm_add(values: Tensor, offsets: Tensor, dense: Tensor, bias: Tensor, *, max_length: int) -> Tensor:
@@ -19,7 +20,7 @@ def jagged_dense_bmm_add(values: Tensor, offsets: Tensor, dense: Tensor, bias: T
         KernelUnavailable: dtype or device that this backend does not take.
         MachineError: triton is missing, or the tensors lie on the CPU and the interpreter is off.
     """
-    out: Tensor = torch.ops.gem_kernels.jagged_dense_bmm_add(values, offsets, dense, bias, max_length)
+    out: Tensor = _op(values, offsets, dense, bias, max_length)
     return out
 
 
@@ -97,7 +98,7 @@ def _backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
     return dvalues, None, ddense, dbias, None
 
 
-_forward.register_autograd(_backward, setup_context=_save)
+_op = differentiable(_forward, _backward, _save)
 
 
 @register_flop_formula(torch.ops.gem_kernels.jagged_dense_bmm_add, get_raw=True)

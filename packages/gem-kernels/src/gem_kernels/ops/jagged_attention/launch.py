@@ -9,11 +9,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.utils.flop_counter import register_flop_formula
 
 from gem_core.ops.jagged_attention import flops
-from gem_kernels.ops.direct import unwatched
+from gem_kernels.ops.direct import differentiable, direct
 from gem_kernels.ops.host import block_width, row_lengths
 from gem_kernels.ops.jagged_attention.call import Call
 
@@ -61,31 +60,8 @@ def _attend(
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    call: Any = _Direct.apply if unwatched(q, k, v, q_offsets, k_offsets, bias) else torch.ops.gem_kernels.jagged_attention
-    out, lse = call(q, k, v, q_offsets, k_offsets, bias, max_q, max_k, scale, causal, window, backend)
+    out, lse = _op(q, k, v, q_offsets, k_offsets, bias, max_q, max_k, scale, causal, window, backend)
     return (out, torch.where(lse == torch.inf, -torch.inf, lse * math.log(2.0)).t()) if return_lse else out
-
-
-class _Direct(torch.autograd.Function):
-    """What the custom ops below do, without torch's dispatcher."""
-
-    @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
-        found = _call(*inputs).forward()
-        _save(ctx, inputs, found)
-        return found
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dout: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        *tensors, out, lse = ctx.saved_tensors
-        call, dk, dv, dbias = _call(*tensors, *ctx.settings), None, None, None
-        dq, delta = call.query_grad(dout, out, lse)
-        if ctx.needs_input_grad[1] or ctx.needs_input_grad[2]:
-            dk, dv = call.key_grad(dout, delta, lse)
-        if ctx.needs_input_grad[5]:
-            dbias = call.bias_grad(dout, delta, lse)
-        return (dq, dk, dv, None, None, dbias, *(None,) * 6)
 
 
 def _call(*settings: Any) -> Call:
@@ -219,16 +195,16 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 def _backward(ctx: Any, dout: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     *tensors, out, lse = ctx.saved_tensors
-    dq, delta = torch.ops.gem_kernels.jagged_attention_query_grad(dout, out, lse, *tensors, *ctx.settings)
+    dq, delta = direct(_query_grad)(dout, out, lse, *tensors, *ctx.settings)
     dk = dv = dbias = None
     if ctx.needs_input_grad[1] or ctx.needs_input_grad[2]:
-        dk, dv = torch.ops.gem_kernels.jagged_attention_key_grad(dout, delta, lse, *tensors, *ctx.settings)
+        dk, dv = direct(_key_grad)(dout, delta, lse, *tensors, *ctx.settings)
     if ctx.needs_input_grad[5]:
-        dbias = torch.ops.gem_kernels.jagged_attention_bias_grad(dout, delta, lse, *tensors, *ctx.settings)
+        dbias = direct(_bias_grad)(dout, delta, lse, *tensors, *ctx.settings)
     return (dq, dk, dv, None, None, dbias, *(None,) * 6)
 
 
-_forward.register_autograd(_backward, setup_context=_save)
+_op = differentiable(_forward, _backward, _save)
 
 
 @register_flop_formula(torch.ops.gem_kernels.jagged_attention, get_raw=True)

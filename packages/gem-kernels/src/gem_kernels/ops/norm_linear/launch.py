@@ -15,6 +15,7 @@ from torch.utils.flop_counter import register_flop_formula
 from gem_core.ops.norm_linear import flops
 from gem_core.spec import KernelUnavailable
 from gem_kernels.ops import host
+from gem_kernels.ops.direct import differentiable, direct
 from gem_kernels.ops.limits import MAX_NORM_WIDTH
 
 FUSED_WIDTH = 512
@@ -63,7 +64,7 @@ def norm_linear(
     outer = x.shape[:-1]
     flat = None if residual is None else residual.reshape(-1, residual.shape[-1])
     settings = (norm == "layer", where == "before", float(eps), return_sum)
-    out, total = torch.ops.gem_kernels.norm_linear(x.reshape(-1, x.shape[-1]), weight, bias, gamma, beta, flat, *settings)
+    out, total = _op(x.reshape(-1, x.shape[-1]), weight, bias, gamma, beta, flat, *settings)
     out = out.view(*outer, out.shape[-1])
     return (out, total.view(*outer, total.shape[-1])) if return_sum else out
 
@@ -262,12 +263,12 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 def _backward(ctx: Any, dout: Tensor, dtotal: Tensor) -> tuple[Tensor | None, ...]:
     given, before = ctx.saved_tensors, ctx.settings[1]
-    dx, *others, dz = torch.ops.gem_kernels.norm_linear_grad(dout, dtotal if ctx.keep else None, *given, *ctx.settings)
+    dx, *others, dz = direct(_grad)(dout, dtotal if ctx.keep else None, *given, *ctx.settings)
     grads = (dx, *others, dx if before else dz)
     return (*(None if t is None else grad for t, grad in zip(given, grads, strict=True)), None, None, None, None)
 
 
-_forward.register_autograd(_backward, setup_context=_save)
+_op = differentiable(_forward, _backward, _save)
 
 
 @register_flop_formula(torch.ops.gem_kernels.norm_linear, get_raw=True)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from gem_core.spec import KernelUnavailable
 from gem_kernels.ops import host
+from gem_kernels.ops.direct import differentiable
 from gem_kernels.ops.gdpa.launch import gdpa
 from gem_kernels.ops.limits import MAX_NORM_WIDTH
 from gem_kernels.ops.norm_linear.launch import norm_rows, norm_rows_grad, row_tile
@@ -33,10 +34,10 @@ def pffn(
         MachineError: triton is missing, or the tensors lie on the CPU and the interpreter is off.
     """
     flat = q0.flatten(1).contiguous()
-    ln = torch.ops.gem_kernels.pffn_norm(flat, float(eps)).view_as(q0)
+    ln = _norm_op(flat, float(eps)).view_as(q0)
     options: dict[str, Any] = {"activation": activation, "scale": scale, "scale_position": scale_position}
     o = gdpa(ln, k, v, q_offsets, None, max_q=max_q, max_k=k.shape[1], **options)
-    out: Tensor = torch.ops.gem_kernels.pffn_out(o.flatten(1), flat, q_offsets, max_q, float(eps))
+    out: Tensor = _out_op(o.flatten(1), flat, q_offsets, max_q, float(eps))
     return out.view_as(q0)
 
 
@@ -123,5 +124,5 @@ def _out_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     return (*torch.ops.gem_kernels.pffn_out_grad(dy, *ctx.saved_tensors, *ctx.settings), None, None, None)
 
 
-_norm.register_autograd(_norm_backward, setup_context=_save_norm)
-_out.register_autograd(_out_backward, setup_context=_save_out)
+_norm_op = differentiable(_norm, _norm_backward, _save_norm)
+_out_op = differentiable(_out, _out_backward, _save_out)

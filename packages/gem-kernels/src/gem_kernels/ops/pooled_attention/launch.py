@@ -10,6 +10,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from gem_core.ops.pooled_attention import flops
 from gem_kernels.ops import host
+from gem_kernels.ops.direct import differentiable, direct
 from gem_kernels.ops.limits import MAX_WIDTH
 
 RUNS = 256
@@ -27,7 +28,7 @@ def pooled_attention(seeds: Tensor, k: Tensor, v: Tensor, k_offsets: Tensor, *, 
         KernelUnavailable: dtype, head size or device that this backend does not take.
         MachineError: triton is missing, or the tensors lie on the CPU and the interpreter is off.
     """
-    out: Tensor = torch.ops.gem_kernels.pooled_attention(seeds, k, v, k_offsets, max_k, seeds.shape[-1] ** -0.5 if scale is None else float(scale))[0]
+    out: Tensor = _op(seeds, k, v, k_offsets, max_k, seeds.shape[-1] ** -0.5 if scale is None else float(scale))[0]
     return out
 
 
@@ -157,10 +158,10 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 
 def _backward(ctx: Any, dout: Tensor, dlse: Any) -> tuple[Tensor | None, ...]:
-    return (*torch.ops.gem_kernels.pooled_attention_grad(dout, *ctx.saved_tensors, *ctx.settings), None, None, None)
+    return (*direct(_grad)(dout, *ctx.saved_tensors, *ctx.settings), None, None, None)
 
 
-_forward.register_autograd(_backward, setup_context=_save)
+_op = differentiable(_forward, _backward, _save)
 
 
 @register_flop_formula(torch.ops.gem_kernels.pooled_attention, get_raw=True)
