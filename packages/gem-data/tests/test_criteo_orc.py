@@ -56,6 +56,13 @@ def test_the_last_part_is_the_test_and_rows_keep_their_order(folder: Path) -> No
     assert choose_parts(find_parts(folder), [10], None) == ((10,), (1,))
 
 
+def test_case_H09_the_path_alone_is_enough(folder: Path) -> None:
+    source = load(path=folder)
+    batch = next(iter(source.batches("train", batch_size=8)))
+    assert batch.rows == 8
+    assert set(batch.ids.keys) == set(CATEGORIES)
+
+
 def test_chosen_parts_are_read_and_others_are_not(folder: Path) -> None:
     (folder / "part-5.orc").write_bytes(b"no ORC file")
     source = load(path=folder, min_count=1, train_parts=(1,), test_parts=(0,))

@@ -39,7 +39,7 @@ def test_only_the_gradients_that_are_wanted_are_asked_for(op):
 
 
 @pytest.mark.parametrize("op", [op for op in OPS if op != "norm_linear"])  # its columns' gradients are added by program
-def test_case_C09_tiles_beyond_the_grid_limit_are_strided_over(op):
+def test_case_C09_I11_tiles_beyond_the_grid_limit_are_strided_over(op):
     work = draw(op, (70, 0, 3), heads=1)
     full = results(kernel_of(op), work)
     with patch.object(host, "MAX_GRID", 3):

@@ -37,7 +37,7 @@ def by_loop(values: Tensor, offsets: Tensor, weights: Tensor) -> Tensor:
 
 @settings(max_examples=25, deadline=None)
 @given(lengths=st.lists(st.sampled_from([0, 1, 2, 7]), max_size=6), zero=st.booleans(), seed=st.integers(0, 99))
-def test_weighted_mean_is_that_of_a_loop_and_so_are_its_gradients(lengths: list[int], zero: bool, seed: int) -> None:
+def test_case_I08_weighted_mean_is_that_of_a_loop_and_so_are_its_gradients(lengths: list[int], zero: bool, seed: int) -> None:
     draw = torch.Generator().manual_seed(seed)
     offsets = lengths_to_offsets(torch.tensor(lengths, dtype=torch.int64))
     total = int(offsets[-1])
