@@ -24,7 +24,7 @@ METADATA = {path.parent.name: tomllib.loads(path.read_text())["project"] for pat
 PACKAGES = list(METADATA)
 EACH_PACKAGE = nox.parametrize("package", [nox.param(name, id=name, tags=[name]) for name in PACKAGES])
 # torchmetrics and ml-dtypes: AUC and number formats are held against them
-TEST_TOOLS = ("pytest>=8", "pytest-timeout", "hypothesis>=6.100", "torchmetrics>=1.0.3", "ml-dtypes>=0.5")
+TEST_TOOLS = ("pytest>=8", "pytest-timeout", "pytest-xdist>=3.5", "hypothesis>=6.100", "torchmetrics>=1.0.3", "ml-dtypes>=0.5")
 # torchrec requires the CUDA build of fbgemm by name, so it goes in without its requirements, after the fbgemm that fits this torch.
 FBGEMM = ("torch", "fbgemm-gpu-cpu", "numpy", "tensordict", "pyre-extensions", "tqdm", "torchmetrics")
 
@@ -75,8 +75,10 @@ def install_sources(session: nox.Session, *packages: str, tools: tuple[str, ...]
     session.install("-c", CONSTRAINTS, *editable, *tools)
 
 
-def run_pytest(session: nox.Session, *paths: str, env: dict[str, str] | None = None) -> None:
-    session.run("python", "-m", "pytest", "-m", "not gpu", *paths, *session.posargs, env=env)
+def run_pytest(session: nox.Session, *paths: str) -> None:
+    """Two processes at once, a file in one of them: files launch ranks and train models that their tests share."""
+    spread = ("-n", "2", "--dist", "loadfile")
+    session.run("python", "-m", "pytest", "-m", "not gpu", *spread, *paths, *session.posargs, env={"OMP_NUM_THREADS": "1"})
 
 
 @nox.session
