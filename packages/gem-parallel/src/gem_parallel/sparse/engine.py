@@ -175,11 +175,7 @@ class TorchRecEmbeddings(nn.Module):
     def export_tables(self) -> dict[str, dict[str, Tensor]]:
         """Whole tables on the CPU of every rank, as ``gem_core.spec.table_state`` says. Collective when sharded."""
         self._flush_caches()
-        whole = gather(self._slices, self._tables, self._optimizer, self._world)
-        if self._optimizer.name == "adam":
-            for tensors in whole.values():
-                tensors["step"] = torch.tensor(self._updates)
-        return whole
+        return gather(self._slices, self._tables, self._optimizer, self._world, self._updates)
 
     def import_tables(self, tables: dict[str, dict[str, Tensor]]) -> None:
         """Load the export of any engine; every rank is given the whole tables and keeps its part.
@@ -189,9 +185,8 @@ class TorchRecEmbeddings(nn.Module):
         """
         check_import(self._tables, self._optimizer, tables)
         self._flush_caches()
-        scatter(self._slices, tables)
+        self._updates = scatter(self._slices, tables)
         self._drop_caches()
-        self._updates = max((int(entry.get("step", 0)) for entry in tables.values()), default=0)
 
     def _flush_caches(self) -> None:
         """Bring rows that were updated in a cache on the GPU to host memory, of which the slices are views."""

@@ -152,11 +152,7 @@ class Sharded2DEmbeddings(nn.Module):
     def export_tables(self) -> dict[str, dict[str, Tensor]]:
         """Whole tables on the CPU of every rank, as ``gem_core.spec.table_state`` says."""
         self._stop_gathering()
-        whole = gather(self._slices, self._tables, self._optimizer, self._world)
-        if self._optimizer.name == "adam":
-            for tensors in whole.values():
-                tensors["step"] = torch.tensor(self._updates)
-        return whole
+        return gather(self._slices, self._tables, self._optimizer, self._world, self._updates)
 
     def import_tables(self, tables: dict[str, dict[str, Tensor]]) -> None:
         """Load the export of any engine and forget pending gradients; every rank is given the whole tables and keeps its part.
@@ -167,8 +163,7 @@ class Sharded2DEmbeddings(nn.Module):
         check_import(self._tables, self._optimizer, tables)
         self.zero_grad()
         self._stop_gathering()
-        scatter(self._slices, tables)
-        self._updates = max((int(entry.get("step", 0)) for entry in tables.values()), default=0)
+        self._updates = scatter(self._slices, tables)
 
 
 def _groups(world: int, replicas: int, device: torch.device, traffic: Traffic) -> tuple[Grid, Collectives, Collectives]:

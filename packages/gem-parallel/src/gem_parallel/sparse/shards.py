@@ -114,8 +114,8 @@ def draw(slices: Sequence[Slice], tables: Sequence[TableSpec], seed: int) -> Non
 
 
 @torch.no_grad()
-def scatter(slices: Sequence[Slice], tables: Mapping[str, Mapping[str, Tensor]]) -> None:
-    """Copy whole tables into the slices; optimiser state that is not given starts at zero."""
+def scatter(slices: Sequence[Slice], tables: Mapping[str, Mapping[str, Tensor]]) -> int:
+    """Copy whole tables into the slices; optimiser state that is not given starts at zero. Returns the updates that the tables have had."""
     for piece in slices:
         whole = tables[piece.table]
         for name, tensor in piece.tensors.items():
@@ -123,11 +123,14 @@ def scatter(slices: Sequence[Slice], tables: Mapping[str, Mapping[str, Tensor]])
                 tensor.copy_(whole[name][piece.region(tensor)])
             else:
                 tensor.zero_()
+    return max((int(entry.get("step", 0)) for entry in tables.values()), default=0)
 
 
 @torch.no_grad()
-def gather(slices: Sequence[Slice], tables: Sequence[TableSpec], optimizer: SparseOptimizer, world: int) -> dict[str, dict[str, Tensor]]:
-    """Whole tables on the CPU of every rank. Collective over host tensors when ``world`` exceeds 1.
+def gather(
+    slices: Sequence[Slice], tables: Sequence[TableSpec], optimizer: SparseOptimizer, world: int, updates: int
+) -> dict[str, dict[str, Tensor]]:
+    """Whole tables after so many updates, on the CPU of every rank. Collective over host tensors when ``world`` exceeds 1.
 
     Each rank writes its rows into zeros, and the ranks' sums are exact.
     """
@@ -141,4 +144,6 @@ def gather(slices: Sequence[Slice], tables: Sequence[TableSpec], optimizer: Spar
         if world > 1:
             for whole in out[table.name].values():
                 dist.all_reduce(whole)
+        if optimizer.name == "adam":
+            out[table.name]["step"] = torch.tensor(updates)
     return out
