@@ -212,6 +212,7 @@ def save(records: list[dict[str, Any]], about: dict[str, Any], folder: Path | No
     for record in records:
         print(record)
     if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
         with (folder / name).open("w", newline="") as file:
             writer = csv.DictWriter(file, [*records[-1], *about])
             writer.writeheader()
