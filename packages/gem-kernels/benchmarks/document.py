@@ -73,7 +73,8 @@ def section(impls: list[KernelImpl], rows: Rows) -> str:
         f"Measured on {where} ({days}), medians of CUDA events, the L2 cache cleared before each call.\n"
         "1,152 rows, 4 heads of 128, bf16. FLOPs count real tokens; backward attention counts 2.5 forwards, since it recomputes the scores. GB/s\n"
         "read or write each tensor once. `matmul`, `compiled`, `varlen_attn` and `cudnn` are peers that come with torch; `matmul` is the product\n"
-        "without its norm."
+        "without its norm. `jagged_attention`, `gdpa` and their peers were timed in one run, on the device alone; the others in several runs with\n"
+        "the host's launch included, which weighs on calls of less than half a millisecond; the README of gem-kernels says which commands."
     )
     limits = "Head sizes of the portable attention kernels end at 256, those of block attention at 128."
     return "\n".join([BEGIN, "", *declared(impls), "", limits, "", about, "", *measured(rows), "", END])

@@ -195,3 +195,12 @@ def test_config_schema_is_json(install, capsys: pytest.CaptureFixture[str]) -> N
     assert run(["config", "schema"]) == 0
     tree = json.loads(capsys.readouterr().out)
     assert "options.model.tiny" in tree["$defs"]
+
+
+@pytest.mark.parametrize(("ranks", "words", "code"), [("2", ["plugins", "list", "--json"], 0), ("two", ["config", "show", "-c", "no-such"], 2)])
+def test_a_rank_ends_with_its_code_and_all_it_printed(ranks: str, words: list[str], code: int) -> None:
+    """Ranks leave without unloading their libraries, so nothing may wait in a buffer; a wrong WORLD_SIZE is not this place's to refuse."""
+    done = subprocess.run([sys.executable, "-m", "gem_core", *words], env={**os.environ, "WORLD_SIZE": ranks}, capture_output=True, text=True)
+    assert done.returncode == code
+    assert json.loads(done.stdout) if code == 0 else "no-such" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -46,7 +46,7 @@ def main() -> NoReturn:
         sys.stdout.flush()
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if os.environ.get("WORLD_SIZE", "1") != "1":
         # Threads of process groups outlive them, and now and then abort a process while its libraries are unloaded. torchrun would then stop the
         # other ranks, which may still be writing. All files of this rank are closed by now.
         sys.stderr.flush()

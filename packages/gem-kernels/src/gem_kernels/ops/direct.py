@@ -20,14 +20,9 @@ def unwatched(inputs: tuple[Any, ...]) -> bool:
     return all(type(x) in _PLAIN for x in inputs if isinstance(x, Tensor))
 
 
-def direct(op: Any) -> Callable[..., Any]:
-    """A call of a custom op that goes past the dispatcher where nobody watches. For ops without a gradient of their own, such as a backward pass."""
-    compute: Callable[..., Any] = op._init_fn
-
-    def call(*inputs: Any) -> Any:
-        return compute(*inputs) if unwatched(inputs) else op(*inputs)
-
-    return call
+def direct(op: Any, *inputs: Any) -> Any:
+    """The result of a custom op, past the dispatcher where nobody watches. For ops without a gradient of their own, such as a backward pass."""
+    return op._init_fn(*inputs) if unwatched(inputs) else op(*inputs)
 
 
 def differentiable(op: Any, backward: Callable[..., Any], save: Callable[..., None]) -> Callable[..., Any]:

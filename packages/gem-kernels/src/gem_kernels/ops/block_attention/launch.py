@@ -146,7 +146,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-    grads = direct(_grad)(dout, *ctx.saved_tensors, *ctx.settings)
+    grads = direct(_grad, dout, *ctx.saved_tensors, *ctx.settings)
     return (*grads, *(None,) * 6)
 
 

@@ -155,9 +155,9 @@ def _backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
     tensors = ctx.saved_tensors
     dq = dk = dv = None
     if ctx.needs_input_grad[0]:
-        dq = direct(_query_grad)(dout, *tensors, *ctx.settings)
+        dq = direct(_query_grad, dout, *tensors, *ctx.settings)
     if ctx.needs_input_grad[1] or ctx.needs_input_grad[2]:
-        dk, dv = direct(_key_grad)(dout, *tensors, *ctx.settings)
+        dk, dv = direct(_key_grad, dout, *tensors, *ctx.settings)
     return (dq, dk, dv, *(None,) * 9)
 
 

@@ -263,9 +263,9 @@ def _backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
     tensors, wanted = ctx.saved_tensors, ctx.needs_input_grad
     dq = dk = dv = dbias = None
     if any(wanted[:3]):
-        dq, dk, dv = direct(_grad)(dout, *tensors, *ctx.settings)
+        dq, dk, dv = direct(_grad, dout, *tensors, *ctx.settings)
     if wanted[6]:
-        dbias = direct(_bias_grad)(dout, *tensors, *ctx.settings)
+        dbias = direct(_bias_grad, dout, *tensors, *ctx.settings)
     return (dq, dk, dv, None, None, None, dbias, *(None,) * 6)
 
 

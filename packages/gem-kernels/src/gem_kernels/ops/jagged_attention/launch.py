@@ -195,12 +195,12 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 def _backward(ctx: Any, dout: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     *tensors, out, lse = ctx.saved_tensors
-    dq, delta = direct(_query_grad)(dout, out, lse, *tensors, *ctx.settings)
+    dq, delta = direct(_query_grad, dout, out, lse, *tensors, *ctx.settings)
     dk = dv = dbias = None
     if ctx.needs_input_grad[1] or ctx.needs_input_grad[2]:
-        dk, dv = direct(_key_grad)(dout, delta, lse, *tensors, *ctx.settings)
+        dk, dv = direct(_key_grad, dout, delta, lse, *tensors, *ctx.settings)
     if ctx.needs_input_grad[5]:
-        dbias = direct(_bias_grad)(dout, delta, lse, *tensors, *ctx.settings)
+        dbias = direct(_bias_grad, dout, delta, lse, *tensors, *ctx.settings)
     return (dq, dk, dv, None, None, dbias, *(None,) * 6)
 
 

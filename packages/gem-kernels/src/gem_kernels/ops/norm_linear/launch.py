@@ -263,7 +263,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 def _backward(ctx: Any, dout: Tensor, dtotal: Tensor) -> tuple[Tensor | None, ...]:
     given, before = ctx.saved_tensors, ctx.settings[1]
-    dx, *others, dz = direct(_grad)(dout, dtotal if ctx.keep else None, *given, *ctx.settings)
+    dx, *others, dz = direct(_grad, dout, dtotal if ctx.keep else None, *given, *ctx.settings)
     grads = (dx, *others, dx if before else dz)
     return (*(None if t is None else grad for t, grad in zip(given, grads, strict=True)), None, None, None, None)
 

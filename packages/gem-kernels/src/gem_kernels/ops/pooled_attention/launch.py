@@ -158,7 +158,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 
 def _backward(ctx: Any, dout: Tensor, dlse: Any) -> tuple[Tensor | None, ...]:
-    return (*direct(_grad)(dout, *ctx.saved_tensors, *ctx.settings), None, None, None)
+    return (*direct(_grad, dout, *ctx.saved_tensors, *ctx.settings), None, None, None)
 
 
 _op = differentiable(_forward, _backward, _save)
