@@ -4,7 +4,7 @@ All id columns of a batch lie in one ``values`` tensor with one running ``offset
 torchrec ``KeyedJaggedTensor``: a converter copies nothing. Offsets are int64 throughout.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, Self
@@ -215,17 +215,25 @@ class Batch:
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "Batch":
         """A copy on ``device``."""
+        return self._each(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
-        def move(value: Any) -> Any:
-            if isinstance(value, Tensor | KeyedJagged):
-                return value.to(device, non_blocking=non_blocking)
+    def pin_memory(self) -> "Batch":
+        """A copy in page-locked host memory, from which ``to`` can copy while the host goes on."""
+        return self._each(Tensor.pin_memory)
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> "Batch":
+        def changed(value: Any) -> Any:
+            if isinstance(value, Tensor):
+                return change(value)
+            if isinstance(value, KeyedJagged):
+                return replace(value, values=change(value.values), offsets=change(value.offsets))
             if isinstance(value, Jagged):
-                return Jagged(move(value.values), move(value.offsets), value.max_length)
+                return Jagged(change(value.values), change(value.offsets), value.max_length)
             if isinstance(value, dict):
-                return {key: move(item) for key, item in value.items()}
+                return {key: changed(item) for key, item in value.items()}
             return value
 
-        return Batch(**{f.name: move(getattr(self, f.name)) for f in fields(self)})
+        return Batch(**{f.name: changed(getattr(self, f.name)) for f in fields(self)})
 
     def check_labels(self) -> None:
         """Raise RequestError unless every observed label is 0 or 1 and every weight is finite and not negative. For CPU batches."""

@@ -87,6 +87,8 @@ class TorchEmbeddings(nn.Module):
         RequestError: the tables or the optimiser are not sound (``gem_core.spec.check_tables``).
     """
 
+    updates_in_step = True
+
     def __init__(self, tables: Sequence[TableSpec], optimizer: SparseOptimizer, *, device: torch.device | str, seed: int) -> None:
         super().__init__()
         check_tables(tables, optimizer)

@@ -4,7 +4,7 @@ import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from gem_core.spec.errors import RequestError
 
@@ -99,6 +99,9 @@ class Embeddings(Protocol):
 
     Calling it with a ``gem_core.batch.KeyedJagged`` returns ``{feature: tensor}``: ``[ids, dim]`` without pooling, ``[rows, dim]`` with. Outputs are
     float32 and carry gradients. All state is readable as whole tables, so that another engine can load it.
+
+    An engine whose tables change in ``step`` alone may say so with an attribute ``updates_in_step`` that is True: the trainer then looks at the loss
+    after backward instead of before, which spares a GPU a pause.
     """
 
     def __call__(self, features: Any) -> dict[str, Any]: ...
@@ -133,6 +136,20 @@ class Embeddings(Protocol):
 
     def import_tables(self, tables: dict[str, dict[str, Any]]) -> None:
         """Load what any engine's ``export_tables`` gave; tables with only ``weight`` get fresh optimiser state. Collective when sharded."""
+        ...
+
+
+@runtime_checkable
+class PrefetchesIds(Protocol):
+    """An engine that can start on the ids of a batch while the batch before it is computed on."""
+
+    def prefetch(self, features: Any) -> Any:
+        """Start what a look-up of these ids needs beside the tables' values, such as sending the ids to the ranks that keep their rows.
+
+        What it returns is given to the call in the place of ``features``, once, with the same result. Updates of the tables may come between.
+        Collective where the call is. On CUDA it runs on another stream than the call; the caller puts the two in order, and keeps what was returned
+        until the step is over: it must hold the memory that the call reads.
+        """
         ...
 
 

@@ -58,8 +58,21 @@ class Feed:
         """The first rank that ended the epoch for the others; None while none has."""
         self.dropped = 0
         """Rows over all ranks that were read and left out because another rank had run out."""
+        self._steps = self._read_steps()
+        self._peeked: list[Work | None] = []
 
     def __iter__(self) -> Iterator[Work]:
+        while (work := self.peek()) is not None:
+            self._peeked.clear()
+            yield work
+
+    def peek(self) -> Work | None:
+        """The next step before its turn, None at the end. Reading it is collective, and raises what its turn would."""
+        if not self._peeked:
+            self._peeked.append(next(self._steps, None))
+        return self._peeked[0]
+
+    def _read_steps(self) -> Iterator[Work]:
         while self.ran_out is None:
             begun = time.perf_counter()
             own, error = self._read()

@@ -80,7 +80,8 @@ def _steps(run: Run, feed: Feed) -> bool:
             warmup=config.optim.warmup_steps,
             final=config.optim.final_lr_fraction,
         )
-        result = train_step(run.learner, work, step=progress.step + 1, lr_factor=factor)
+        following = None if _pauses(run, progress.step + 1) else feed.peek
+        result = train_step(run.learner, work, step=progress.step + 1, lr_factor=factor, following=following)
         if isinstance(run.source, ResumableSource):
             run.source.trained(work.batches)
         progress.step += 1
@@ -102,6 +103,12 @@ def _steps(run: Run, feed: Feed) -> bool:
         if progress.step == limit:
             return True
     return False
+
+
+def _pauses(run: Run, step: int) -> bool:
+    """Whether the run ends, is evaluated or saved after a step: nothing is read or sent ahead across that."""
+    train = run.config.train
+    return step == train.max_steps or any(every and step % every == 0 for every in (train.eval_every, train.checkpoint_every))
 
 
 def _log_step(run: Run, work: Work, loss: float, seconds: float, *, factor: float, grad_norm: float) -> None:

@@ -1,8 +1,8 @@
 """One optimiser step: loss, backward, clipping, updates."""
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 from gem_core.batch import Batch
 from gem_core.spec import Embeddings, PluginError, Precision, Task
+from gem_core.train.ahead import Ahead
 from gem_core.train.diagnose import non_finite
 from gem_core.train.feed import Work
 from gem_core.train.labels import observed, row_weights
@@ -48,6 +49,10 @@ class Learner:
     clip_norm: float
     average: AveragedWeights | None
     stream: StreamMetrics
+    ahead: Ahead = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.ahead = Ahead(self.embeddings, self.world.device)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,49 +63,89 @@ class StepResult:
     grad_norm: float
 
 
-def train_step(learner: Learner, work: Work, *, step: int, lr_factor: float) -> StepResult:
+class _Told:
+    """A loss on its way to the host: asking for the value waits for the forward pass, not for what was queued after it."""
+
+    def __init__(self, loss: Tensor) -> None:
+        self._value = loss.detach().to("cpu", non_blocking=True)
+        self._arrived = torch.cuda.current_stream(loss.device).record_event() if loss.is_cuda else None
+
+    def value(self) -> float:
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return float(self._value)
+
+
+def train_step(learner: Learner, work: Work, *, step: int, lr_factor: float, following: Callable[[], Work | None] | None = None) -> StepResult:
     """Take one optimiser step on the rows of all ranks.
 
     The gradient is that of ``batch_loss`` over all rows of all ranks and micro-batches: a rank scales its part by the number of ranks because the
     ranks' gradients are averaged.
 
+    Between forward and backward, while a GPU is still busy with the former, the host prepares the batch that comes next. Then it looks at the loss,
+    which empties the GPU's queue; where the tables change in ``step`` alone it does so after backward, once for all micro-batches.
+
+    Args:
+        following: gives the next step, whose first batch is then prepared; None when nothing should be read or sent before this step is over.
+
     Raises:
-        RunFailed: the loss or a gradient is not finite; raised before the optimisers move, and for the loss before backward.
+        RunFailed: the loss or a gradient is not finite; raised before the optimisers move, those of tables that change in backward included.
     """
-    world, device = learner.world, learner.world.device
+    world = learner.world
     for group in learner.optimizer.param_groups:
         group["lr"] = learner.dense_lr * lr_factor
     learner.embeddings.set_lr(learner.sparse_lr * lr_factor)
     learner.optimizer.zero_grad()
     learner.embeddings.zero_grad()
-    total = 0.0
-    for host_batch in work.batches:
-        batch = host_batch.to(device, non_blocking=True)
-        with learner.precision.forward_context(device.type):
-            logits = forward(learner.dense, learner.embeddings, batch, learner.tasks)
-            loss, sums = batch_loss(logits, batch, learner.tasks, work.weights)
-        value = float(loss.detach())
-        finite = world.all_gather(torch.tensor([math.isfinite(value)]))
-        if not bool(finite.all()):  # every rank takes part in the search: a forward may hold collectives
-            raise non_finite(world, learner.model, learner.dense, learner.embeddings, learner.precision, batch, step=step)
+    look_late = getattr(learner.embeddings, "updates_in_step", False)
+    told: list[_Told] = []
+    for number, host_batch in enumerate(work.batches):
+        ready = learner.ahead.take(host_batch)
+        with learner.precision.forward_context(world.device.type):
+            logits = forward(learner.dense, learner.embeddings, ready.batch, learner.tasks, ids=ready.ids)
+            loss, sums = batch_loss(logits, ready.batch, learner.tasks, work.weights)
+        told.append(_Told(loss))
+        _prepare_next(learner.ahead, work.batches[number + 1 :], following)
+        if not look_late:
+            _refuse_non_finite(learner, told[number:], work.batches[number:], step)
         (loss * world.size).backward()  # type: ignore[no-untyped-call]
         learner.stream.add(sums)
-        total += value
+    if look_late:
+        _refuse_non_finite(learner, told, work.batches, step)
     norm = clip_gradients(learner.model, learner.clip_norm)
     learner.optimizer.step()
     learner.embeddings.step()
     if learner.average is not None:
         learner.average.update()
-    return StepResult(loss=total, grad_norm=norm)
+    return StepResult(loss=sum(loss.value() for loss in told), grad_norm=norm)
 
 
-def forward(dense: nn.Module, embeddings: Embeddings, batch: Batch, tasks: Sequence[Task]) -> dict[str, Tensor]:
+def _prepare_next(ahead: Ahead, left: Sequence[Batch], following: Callable[[], Work | None] | None) -> None:
+    if not left and following is not None and (work := following()) is not None:
+        left = work.batches
+    if left:
+        ahead.prepare(left[0])
+
+
+def _refuse_non_finite(learner: Learner, told: Sequence[_Told], batches: Sequence[Batch], step: int) -> None:
+    """Raise RunFailed unless these micro-batches' losses are finite on all ranks. Collective."""
+    world = learner.world
+    finite = world.all_gather(torch.tensor([math.isfinite(loss.value()) for loss in told])).all(0)
+    if not bool(finite.all()):  # every rank takes part in the search: a forward may hold collectives
+        batch = batches[int(finite.logical_not().nonzero()[0])].to(world.device)
+        raise non_finite(world, learner.model, learner.dense, learner.embeddings, learner.precision, batch, step=step)
+
+
+def forward(dense: nn.Module, embeddings: Embeddings, batch: Batch, tasks: Sequence[Task], *, ids: Any = None) -> dict[str, Tensor]:
     """``{task: logits [rows]}``, float32 at least.
+
+    Args:
+        ids: what the tables are called with, if not with the batch's ids: what the engine's ``prefetch`` gave for them.
 
     Raises:
         PluginError: the model leaves a task out or answers in another shape.
     """
-    answer: Mapping[str, Any] = dense(batch, embeddings(batch.ids))
+    answer: Mapping[str, Any] = dense(batch, embeddings(batch.ids if ids is None else ids))
     logits = {}
     for task in tasks:
         got = answer.get(task.name)

@@ -14,11 +14,12 @@ from gem_core.spec import RequestError, SparseOptimizer, TableSlice, TableSpec, 
 from gem_parallel.comm.collectives import Collectives, Traffic
 from gem_parallel.sparse.copies import average, copies_of, gradient_scale, group_cluster
 from gem_parallel.sparse.layout import check_fit, lay_out
-from gem_parallel.sparse.local import LocalGroup, local_groups
+from gem_parallel.sparse.local import local_groups
+from gem_parallel.sparse.lookups import Prefetched
 from gem_parallel.sparse.options import TorchRecOptions
 from gem_parallel.sparse.placement import Place, wishes
 from gem_parallel.sparse.replicated import ReplicatedGroup
-from gem_parallel.sparse.sharded import ShardedGroup, Storage, sharded_groups
+from gem_parallel.sparse.sharded import Storage, sharded_groups
 from gem_parallel.sparse.shards import draw, gather, scatter, table_slices
 
 
@@ -91,7 +92,7 @@ class TorchRecEmbeddings(nn.Module):
         copied = [table for table in self._tables if self.places and self.places[table.name].sharding == "data_parallel"]
         others = [table for table in self._tables if table not in copied]
         optimizer = replace(self._optimizer, lr=self._lr * self._scale)
-        self._groups: Sequence[LocalGroup] | Sequence[ShardedGroup]
+        self._groups: Sequence[Any]
         if self._copies.cluster.world == 1:
             self._groups = local_groups(others, optimizer, device, dtype=options.dtype, memory=memory, saves=self._copies.saves)
         else:
@@ -100,24 +101,32 @@ class TorchRecEmbeddings(nn.Module):
         everyone = Collectives(dist.group.WORLD if self._world > 1 else None, self.traffic)
         self._replicated = ReplicatedGroup(copied, self._optimizer, device, everyone) if copied else None
 
-    def forward(self, features: KeyedJagged) -> dict[str, Tensor]:
-        """``{feature: [ids, dim] or [rows, dim]}``, float32. Collective when sharded.
+    def prefetch(self, features: KeyedJagged) -> Prefetched:
+        """Send the ids of sharded tables to the ranks that keep their rows. Collective when sharded.
 
         Raises:
             RequestError: a feature is missing, or (on the CPU) an id has no row; the message names feature, table and id.
         """
         features.check_ids(self._limits)
+        return Prefetched(features, [group.start(features) for group in self._groups])
+
+    def forward(self, features: KeyedJagged | Prefetched) -> dict[str, Tensor]:
+        """``{feature: [ids, dim] or [rows, dim]}``, float32. Collective when sharded.
+
+        Raises:
+            RequestError: as ``prefetch``, if that was not called before.
+        """
+        ids = features if isinstance(features, Prefetched) else self.prefetch(features)
         self._count_updates()
         out: dict[str, Tensor] = {}
-        started = [(group, group(features)) for group in self._groups]
-        for group, found in started:
-            out.update(group.finish(*found) if isinstance(group, ShardedGroup) else found)
+        for group, found in [(group, group.look_up(part)) for group, part in zip(self._groups, ids.parts, strict=True)]:
+            out.update(group.finish(found))
         if torch.is_grad_enabled():
             self._updates += 1
             self._under_way = True
             if self._world > 1 and out:
                 out = dict(zip(out, _Together.apply(self._scale, *out.values()), strict=True))  # type: ignore[no-untyped-call]
-        return out if self._replicated is None else out | self._replicated(features)
+        return out if self._replicated is None else out | self._replicated(ids.features)
 
     def _count_updates(self) -> None:
         """Tell fbgemm how many updates were made: its own counter, which corrects Adam's bias, also counts look-ups of an evaluation."""

@@ -39,11 +39,17 @@ class LocalGroup:
         self.tbes = [self.tbe]
         self.slices = slices_of(self.tbe, [(table.name, 0, 0) for table in tables], optimizer, saves=saves)
 
-    def __call__(self, features: KeyedJagged) -> dict[str, Tensor]:
-        columns = features if features.keys == self.keys else features.select(self.keys)
+    def start(self, features: KeyedJagged) -> KeyedJagged:
+        """The columns of these tables; nothing has to travel."""
+        return features if features.keys == self.keys else features.select(self.keys)
+
+    def look_up(self, columns: KeyedJagged) -> dict[str, Tensor]:
         vectors: Tensor = self.tbe(indices=columns.values, offsets=columns.offsets)
         sizes = self._widths if self._pooled else [end - start for start, end in zip(columns.starts, columns.starts[1:])]
         return dict(zip(self.keys, torch.split(vectors, sizes, dim=1 if self._pooled else 0)))
+
+    def finish(self, found: dict[str, Tensor]) -> dict[str, Tensor]:
+        return found
 
 
 def local_groups(

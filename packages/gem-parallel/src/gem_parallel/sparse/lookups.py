@@ -1,6 +1,7 @@
 """Looking rows up so that their gradient is kept for ``step``, and pooling what was looked up."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,6 +13,14 @@ from gem_core.ops.rows import sum_rows
 
 Sink = list[tuple[Tensor, Tensor]]
 """What backward leaves: addresses ``[n]`` and the gradients ``[n, dim]`` of their rows, once a forward pass."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prefetched:
+    """The ids of a batch, on their way to the ranks that keep their rows; ``parts`` has what each group of tables needs to go on."""
+
+    features: KeyedJagged
+    parts: Sequence[Any]
 
 
 class _Kept(torch.autograd.Function):

@@ -59,12 +59,19 @@ class ShardedGroup:
             held = [(names[config.name].name, *config.local_metadata.shard_offsets) for config in kernel.config.embedding_tables]
             self.slices += slices_of(kernel.emb_module, held, optimizer, saves=copies.saves)
 
-    def __call__(self, features: KeyedJagged) -> Any:
-        """Start the look-up; ``finish`` waits for it. Several groups can be under way at once."""
+    def start(self, features: KeyedJagged) -> tuple[KeyedJagged, Any, Any]:
+        """Exchange how many ids go where, and send the ids on their way."""
         columns = features if features.keys == self.keys else features.select(self.keys)
-        return columns, self.module(_keyed_jagged_tensor(columns))
+        context = self.module.create_context()
+        return columns, context, self.module.input_dist(context, _keyed_jagged_tensor(columns)).wait()
 
-    def finish(self, columns: KeyedJagged, awaitable: Any) -> dict[str, Tensor]:
+    def look_up(self, started: tuple[KeyedJagged, Any, Any]) -> tuple[KeyedJagged, Any]:
+        """Wait for the ids, look them up and send the vectors on their way. Several groups can be under way at once."""
+        columns, context, ids = started
+        return columns, self.module.compute_and_output_dist(context, ids.wait())
+
+    def finish(self, under_way: tuple[KeyedJagged, Any]) -> dict[str, Tensor]:
+        columns, awaitable = under_way
         found = awaitable.wait()
         if self._bags:
             return {key: vectors[: columns.rows] for key, vectors in found.to_dict().items()}

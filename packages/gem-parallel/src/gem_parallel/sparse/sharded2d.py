@@ -7,6 +7,7 @@ article with row gradients exchanged in place of weights.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -18,8 +19,27 @@ from gem_core.ops.rows import sum_rows, update_rows
 from gem_core.spec import RequestError, SparseOptimizer, TableSlice, TableSpec, check_import, check_lr, check_tables
 from gem_parallel.comm.collectives import Collectives, Gathering, Traffic
 from gem_parallel.sparse.banks import Bank, Grid
-from gem_parallel.sparse.lookups import Sink, keep_gradient, spread, summed
+from gem_parallel.sparse.lookups import Prefetched, Sink, keep_gradient, spread, summed
 from gem_parallel.sparse.shards import draw, gather, scatter, table_slices
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """The distinct rows that a rank wants of one bank, and those that are wanted of it.
+
+    Args:
+        addresses: ``[n]``, ascending, of the wanted rows.
+        inverse: the place among them of each id of the batch.
+        here: rows of the shard that the ranks of the group ask for.
+        send: how many rows are asked of each rank.
+        receive: how many each rank asks for.
+    """
+
+    addresses: Tensor
+    inverse: Tensor
+    here: Tensor
+    send: list[int]
+    receive: list[int]
 
 
 class Sharded2DEmbeddings(nn.Module):
@@ -36,6 +56,8 @@ class Sharded2DEmbeddings(nn.Module):
     Raises:
         RequestError: the tables or the optimiser are not sound, or the ranks cannot be divided by ``replicas``.
     """
+
+    updates_in_step = True
 
     def __init__(
         self,
@@ -63,19 +85,37 @@ class Sharded2DEmbeddings(nn.Module):
         self._gathering: list[Gathering] | None = None
         draw(self._slices, tables, seed)
 
-    def forward(self, features: KeyedJagged) -> dict[str, Tensor]:
-        """``{feature: [ids, dim] or [rows, dim]}``, float32.
+    def prefetch(self, features: KeyedJagged) -> Prefetched:
+        """Ask the ranks of the shard group for the distinct rows of these ids. Collective.
 
         Raises:
             RequestError: a feature is missing, or (on the CPU) an id has no row; the message names feature, table and id.
         """
         features.check_ids(self._limits)
-        gathering, self._gathering = self._gathering or self._gather(), None
         wanted = [torch.unique(bank.addresses(features), return_inverse=True) for bank in self._banks]
-        found = self._look_up([addresses for addresses, _ in wanted], [shards.wait() for shards in gathering])
+        sizes = [bank.shard_rows for bank in self._banks]
+        send, receive = _split_counts(self._shard, "tables: ask, counts", [addresses for addresses, _ in wanted], sizes)
+        asked = [
+            _Asked(addresses, inverse, self._shard.all_to_all("tables: ask", addresses % sizes[i], send[i], receive[i]), send[i], receive[i])
+            for i, (addresses, inverse) in enumerate(wanted)
+        ]
+        return Prefetched(features, asked)
+
+    def forward(self, features: KeyedJagged | Prefetched) -> dict[str, Tensor]:
+        """``{feature: [ids, dim] or [rows, dim]}``, float32.
+
+        Raises:
+            RequestError: as ``prefetch``, if that was not called before.
+        """
+        ids = features if isinstance(features, Prefetched) else self.prefetch(features)
+        gathering, self._gathering = self._gathering or self._gather(), None
         out: dict[str, Tensor] = {}
-        for bank, (addresses, inverse), rows, sink in zip(self._banks, wanted, found, self._sinks):
-            out.update(spread(bank.keys, self._pooling, keep_gradient(rows, addresses, sink), inverse, features))
+        for bank, asked, shards, sink in zip(self._banks, ids.parts, gathering, self._sinks):
+            shard = shards.wait()
+            answer = shard.view(-1, shard.shape[-1]).index_select(0, asked.here)
+            rows = self._shard.all_to_all("tables: answer", answer, asked.receive, asked.send)
+            kept = keep_gradient(rows, asked.addresses, sink)
+            out.update(spread(bank.keys, self._pooling, kept, asked.inverse, ids.features))
         return out
 
     def _gather(self) -> list[Gathering]:
@@ -86,17 +126,6 @@ class Sharded2DEmbeddings(nn.Module):
         for shards in self._gathering or ():
             shards.wait()
         self._gathering = None
-
-    def _look_up(self, addresses: Sequence[Tensor], shards: Sequence[Tensor]) -> list[Tensor]:
-        """The rows at the addresses, ``[n, dim]`` a bank, asked of the ranks of the shard group."""
-        sizes = [bank.shard_rows for bank in self._banks]
-        send, receive = _split_counts(self._shard, "tables: ask, counts", addresses, sizes)
-        out = []
-        for i, (asked, shard) in enumerate(zip(addresses, shards)):
-            here = self._shard.all_to_all("tables: ask", asked % sizes[i], send[i], receive[i])
-            answer = shard.view(-1, shard.shape[-1]).index_select(0, here)
-            out.append(self._shard.all_to_all("tables: answer", answer, receive[i], send[i]))
-        return out
 
     def set_lr(self, lr: float) -> None:
         """Learning rate of the next ``step``; RequestError if it is negative or not finite."""
