@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from gem_core.spec import CliCommand, KernelImpl, hookimpl
+from gem_kernels.adapters import ADAPTERS
 
 _GDPA_FEATURES = (
     "cross",
@@ -124,6 +125,7 @@ def gem_kernel_impls() -> Sequence[KernelImpl]:
         _portable("pffn", ("scale_after", *(word for word in _GDPA_FEATURES if word.startswith("act_"))), "check_pffn"),
         *(_portable(op, (), None, "jagged.move", _MOVED) for op in ("jagged_concat", "jagged_split", "jagged_pad", "jagged_unpad")),
         _portable("jagged_dense_bmm_add", (), module="jagged.product"),
+        *ADAPTERS,
     ]
 
 

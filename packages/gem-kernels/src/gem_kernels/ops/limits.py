@@ -1,5 +1,7 @@
 """What the portable Triton kernels do not take. Imports no torch, so that kernels are listed quickly."""
 
+from importlib.metadata import PackageNotFoundError, version
+
 from gem_core.spec import KernelRequest
 
 NO_BF16 = "the Triton interpreter computes bf16 products wrongly, without an error"
@@ -29,6 +31,22 @@ def _check_width(request: KernelRequest, limit: int) -> list[str]:
 def check_attention(request: KernelRequest) -> list[str]:
     """As ``check``, with the head size of the attention kernels."""
     return _check_width(request, MAX_WIDTH)
+
+
+def check_fa4(request: KernelRequest) -> list[str]:
+    """As ``check_attention``; heads end at 128 past Hopper, and FlashAttention of earlier generations has the same import name."""
+    try:
+        version("flash-attn-4")
+        missing = []
+    except PackageNotFoundError:
+        missing = ["needs the distribution flash-attn-4, which is not installed"]
+    return missing + _check_width(request, MAX_WIDTH if request.arch in (None, 90) else 128)
+
+
+def check_flex(request: KernelRequest) -> list[str]:
+    """As ``check_attention``; FlexAttention multiplies nothing narrower than 16."""
+    narrow = request.head_dim is not None and request.head_dim < 16
+    return check_attention(request) + ([f"head size {request.head_dim} is below 16"] if narrow else [])
 
 
 def check_pffn(request: KernelRequest) -> list[str]:
