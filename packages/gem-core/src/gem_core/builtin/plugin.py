@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 
 from gem_core.builtin.kernels import OPS, REFERENCE_KERNELS
-from gem_core.select.device import current_device
 from gem_core.spec import (
     DataSource,
     EmbeddingEngine,
@@ -76,4 +75,6 @@ def gem_models() -> Sequence[ModelSpec]:
 
 @hookimpl(trylast=True)
 def gem_topology(world: int) -> Topology:
-    return Topology(world=world, device="cuda" if current_device().device == "cuda" else "cpu", source="gem-core: one flat tier, nothing measured")
+    from gem_core.topology.detect import detect
+
+    return detect(world)

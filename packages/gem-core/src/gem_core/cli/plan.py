@@ -1,7 +1,7 @@
 """``gem plan``: where tables would lie, what they take of each rank's memory, and what ranks would send; nothing is trained."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
 from typing import Annotated, Any
@@ -12,36 +12,23 @@ from gem_core.cli.output import print_json, print_table
 from gem_core.config.load import LoadedConfig, load_config
 from gem_core.plugins.kinds import load_owned
 from gem_core.plugins.manager import host
-from gem_core.plugins.nearest import nearest
 from gem_core.plugins.options import as_keywords
-from gem_core.select.device import current_device
-from gem_core.spec import BatchFacts, EmbeddingPlan, RequestError, Shard, Source, SparseOptimizer, TableSpec, Tier, Topology
-
-MACHINES = {
-    "h200": Topology(
-        world=1,
-        device="cuda",
-        tiers=(Tier(name="host", size=8, bandwidth=450e9), Tier(name="cluster", size=1 << 20, bandwidth=50e9)),
-        source="data sheet: H200 in hosts of 8 with NVLink, 400 Gb/s a GPU between hosts",
-        memory=141 * 10**9,
-        memory_bandwidth=4.8e12,
-    )
-}
-"""Machines that can be planned for without having one."""
+from gem_core.spec import BatchFacts, EmbeddingPlan, RequestError, Shard, Source, SparseOptimizer, TableSpec, Topology
+from gem_core.topology.describe import described
 
 
 def plan(
     config: Annotated[str, typer.Option("--config", "-c", help="A TOML file, or the name of a recipe.")],
     overrides: Annotated[list[str] | None, typer.Option("--set", help="PATH=VALUE; may be repeated.")] = None,
     world: Annotated[int, typer.Option(min=1, help="Number of ranks.")] = 1,
-    machine: Annotated[str | None, typer.Option(help="Plan for this machine (h200) instead of the one at hand.")] = None,
+    machine: Annotated[str | None, typer.Option(help="Plan for this machine, not the one at hand: h100, h200, b200, or a .toml file.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     write: Annotated[Path | None, typer.Option(help="Write a plan file, for embedding.options.plan.")] = None,
 ) -> None:
     """Tables, placement, memory and communication of a configuration on any number of ranks, without a GPU."""
     loaded = load_config(config, overrides or [])
     host().require(loaded.config.plugins.require)
-    topology = topology_for(world, machine)
+    topology = topology_for(world, machine or loaded.config.parallel.topology or None)
     tables, facts = tables_and_facts(loaded, world)
     planned = planned_by_engine(loaded, tables, topology, facts)
     if write is not None:
@@ -56,22 +43,15 @@ def plan(
 
 
 def topology_for(world: int, machine: str | None) -> Topology:
-    """A machine by name, or the one at hand: what a plugin says of it, or its data sheet where the plugin does not know its memory.
+    """A machine by name or file, or the one at hand, as the first plugin that knows it says.
 
     Raises:
         RequestError: no such machine is known.
     """
-    if machine is None:
-        found = host().first("gem_topology", world=world)
-        topology = found[1] if found else Topology(world=world, device="cpu")
-        if topology.memory is not None:
-            return topology
-        machine = next((name for name in MACHINES if name.upper() in current_device().name), None)
-        if machine is None:
-            return topology
-    if machine not in MACHINES:
-        raise RequestError(f"--machine {machine}", "there is no such machine", nearest(machine, MACHINES))
-    return replace(MACHINES[machine], world=world)
+    if machine is not None:
+        return described(machine, world)
+    found = host().first("gem_topology", world=world)
+    return found[1] if found else Topology(world=world, device="cpu")
 
 
 def tables_and_facts(loaded: LoadedConfig, world: int) -> tuple[Sequence[TableSpec], BatchFacts]:

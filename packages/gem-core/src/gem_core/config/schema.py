@@ -80,6 +80,7 @@ class ParallelSection(Section):
         default=("single",), description="parallel strategies by name; their stages fix the order they are applied in"
     )
     options: dict[str, Options] = Field(default_factory=dict, description="options by strategy name")
+    topology: str = Field(default="", description="the machine: a file that ends in .toml, or a shipped name; empty asks plugins and the machine itself")
 
 
 class KernelsSection(Section):

@@ -33,7 +33,7 @@ from gem_core.spec.kernels import DEVICES, DTYPES, KernelImpl, KernelRequest, Op
 from gem_core.spec.markers import ENTRY_POINT_GROUP, PROJECT, hookimpl, hookspec
 from gem_core.spec.models import Model, ModelSpec
 from gem_core.spec.parallel import STAGES, ParallelContext, ParallelStrategy, Strategy, Tier, Topology
-from gem_core.spec.plan import BatchFacts, EmbeddingPlan, TablePlan
+from gem_core.spec.plan import BatchFacts, BlockFacts, EmbeddingPlan, LayoutPlan, ModelFacts, StepPlan, StepRequest, TablePlan
 from gem_core.spec.precision import Precision, PrecisionDecision, PrecisionRecipe
 
 __all__ = [
@@ -44,6 +44,7 @@ __all__ = [
     "PROJECT",
     "STAGES",
     "BatchFacts",
+    "BlockFacts",
     "CheckpointInfo",
     "CliCommand",
     "CountsUnknownIds",
@@ -58,8 +59,10 @@ __all__ = [
     "KernelImpl",
     "KernelRequest",
     "KernelUnavailable",
+    "LayoutPlan",
     "MachineError",
     "Model",
+    "ModelFacts",
     "ModelSpec",
     "OpSpec",
     "ParallelContext",
@@ -78,6 +81,8 @@ __all__ = [
     "Source",
     "SparseOptimizer",
     "StepInfo",
+    "StepPlan",
+    "StepRequest",
     "Strategy",
     "TablePlan",
     "TableSlice",

@@ -1,7 +1,7 @@
 """Declaration of parallel strategies and of the machine's topology."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 STAGES = ("sparse", "experts", "dense", "memory")
@@ -10,19 +10,40 @@ STAGES = ("sparse", "experts", "dense", "memory")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tier:
-    """One level of the network: ``size`` devices share links of ``bandwidth`` bytes a second each way, with ``latency`` seconds."""
+    """One level of the network: ``size`` devices, those of the tiers inside it included, share its links.
+
+    Args:
+        name: ``host``, ``zone``, ``region``, ...
+        size: devices within it.
+        bandwidth: bytes a second that one device can send through it while all others are silent; as much again the other way.
+        latency: seconds of a message.
+        oversubscription: by how much the devices together can ask for more than the tier carries. 1 carries them all.
+    """
 
     name: str
     size: int
     bandwidth: float
     latency: float = 0.0
+    oversubscription: float = 1.0
+
+    @property
+    def share(self) -> float:
+        """Bytes a second each way that a device gets when all send at once."""
+        return self.bandwidth / self.oversubscription
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Topology:
-    """The machine: ``world`` ranks on ``device`` devices, innermost tier first. ``source`` says who found it.
+    """The machine: ``world`` ranks on ``device`` devices, one rank a device. What nobody knows is None or empty.
 
-    ``memory`` is that of one device in bytes and ``memory_bandwidth`` its speed in bytes a second; None where nobody knows.
+    Args:
+        world: number of ranks.
+        device: ``cpu`` or ``cuda``.
+        tiers: innermost first; the last one holds all ranks.
+        source: who says so.
+        memory: of one device, in bytes.
+        memory_bandwidth: of one device, in bytes a second.
+        peak_flops: dense FLOP/s of one device by dtype (``bf16``, ``fp8``, ``tf32``, ``fp32``).
     """
 
     world: int
@@ -31,6 +52,7 @@ class Topology:
     source: str = "unknown"
     memory: int | None = None
     memory_bandwidth: float | None = None
+    peak_flops: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,6 +75,8 @@ class ParallelStrategy:
         summary: one line for tables.
         load: ``module:callable``; called with the options as keyword arguments, returns a ``Strategy``.
         options: optional ``module:class`` of the pydantic model that validates the options.
+        plan: optional ``module:callable(request: StepRequest) -> StepPlan`` for ``gem plan``: what a step would take in this layout, or in the best
+            ones. It needs no process group and no device.
         on_meta: whether ``apply`` is given the module on the meta device, before its weights exist. The others are applied, in the same order of
             stages, right after the weights have been made.
     """
@@ -62,6 +86,7 @@ class ParallelStrategy:
     summary: str
     load: str
     options: str | None = None
+    plan: str | None = None
     on_meta: bool = False
 
 

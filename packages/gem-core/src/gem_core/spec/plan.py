@@ -1,7 +1,10 @@
-"""What an embedding engine plans before a run: where tables lie, what they take of each rank's memory, and what ranks send."""
+"""What is planned before a run: where an embedding engine puts its tables, and what a step takes in a layout of ranks."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
+
+from gem_core.spec.parallel import Topology
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,3 +62,126 @@ class EmbeddingPlan:
     working: int
     sent: Mapping[str, tuple[float, ...]]
     file: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BlockFacts:
+    """One block of the dense part: an entry of a list of modules under the model, or ``rest`` for everything else.
+
+    Args:
+        name: its name in the model.
+        parameters: numbers in its weights, experts included.
+        flops: forward model FLOPs of one row, experts included.
+        saved: bytes of activations that one row leaves for backward, as measured.
+        experts: how many interaction experts it has.
+        expert_parameters: numbers in the experts' weights.
+        expert_flops: forward model FLOPs of one row through the experts.
+        expert_numbers: numbers of one row that enter its experts, and that come out of them.
+    """
+
+    name: str
+    parameters: int
+    flops: float
+    saved: float
+    experts: int = 0
+    expert_parameters: int = 0
+    expert_flops: float = 0.0
+    expert_numbers: tuple[int, int] = (0, 0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelFacts:
+    """What a cost model knows of the dense part.
+
+    Args:
+        blocks: in the order of the forward pass; ``rest`` first.
+        dtype: the compute dtype: ``fp32``, ``bf16``, ...
+        row_cv: standard deviation over mean of the rows' forward FLOPs.
+    """
+
+    blocks: tuple[BlockFacts, ...]
+    dtype: str
+    row_cv: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepRequest:
+    """What ``gem plan`` asks of a strategy's planner.
+
+    Args:
+        topology: the machine and the number of ranks.
+        model: the dense part.
+        batch: what a rank looks up.
+        tables: the embedding engine's plan for a number of table replicas, or as configured for None. MachineError where the tables do not fit,
+            RequestError where the engine has no such layout.
+        strategies: options by the name of each configured strategy.
+        best: with 0 the configured layout is evaluated; otherwise so many of the best layouts are looked for.
+        assume: figures of the user's in place of the planner's own, by name.
+    """
+
+    topology: Topology
+    model: ModelFacts
+    batch: BatchFacts
+    tables: Callable[[int | None], EmbeddingPlan]
+    strategies: Mapping[str, Mapping[str, Any]]
+    best: int = 0
+    assume: Mapping[str, float] | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayoutPlan:
+    """What a step takes in one layout. Times are seconds, means over ranks whose sum is the step; bytes are those of the fullest rank.
+
+    Args:
+        axes: degrees by name.
+        seconds: time of a step.
+        parts: what the time goes to: compute, look-ups, optimiser, each exposed collective, waiting for slower ranks.
+        communication: time of each collective, hidden or not.
+        sent: bytes that a rank sends by collective.
+        memory: bytes by what they are for.
+        local_mfu: model FLOPs over compute time and peak.
+        scaling: compute time over step time.
+        samples_per_second: of all ranks.
+        binding: the part of the step that takes longest beside compute, or ``compute``.
+        fits: whether the memory suffices; None where that of a device is unknown.
+        settings: ``--set`` values that ask for this layout.
+        why: reasons in words.
+    """
+
+    axes: Mapping[str, int]
+    seconds: float
+    parts: Mapping[str, float]
+    communication: Mapping[str, float]
+    sent: Mapping[str, float]
+    memory: Mapping[str, float]
+    local_mfu: float
+    scaling: float
+    samples_per_second: float
+    binding: str
+    fits: bool | None
+    settings: tuple[str, ...] = ()
+    why: tuple[str, ...] = ()
+
+    @property
+    def mfu(self) -> float:
+        """End to end: local MFU times scaling ratio."""
+        return self.local_mfu * self.scaling
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepPlan:
+    """A planner's answer.
+
+    Args:
+        layouts: the best first.
+        considered: how many layouts were evaluated.
+        refused: layouts that cannot be, by reason.
+        drawing: lines that draw the first layout on the tiers.
+        assumptions: figures that were assumed, with their sources.
+    """
+
+    layouts: tuple[LayoutPlan, ...]
+    considered: int
+    refused: Mapping[str, int]
+    drawing: tuple[str, ...]
+    assumptions: tuple[str, ...]

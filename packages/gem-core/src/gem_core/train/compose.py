@@ -40,6 +40,7 @@ from gem_core.spec import (
     Topology,
 )
 from gem_core.spec.parallel import STAGES as STRATEGY_STAGES
+from gem_core.topology.describe import described
 from gem_core.train import folder, manifest
 from gem_core.train.checkpoint import restore, values
 from gem_core.train.checkpoint.saved import Saved, find_checkpoint
@@ -130,6 +131,9 @@ def _plugins(run: Run) -> None:
 
 
 def _topology(run: Run) -> None:
+    if run.config.parallel.topology:
+        run.topology = described(run.config.parallel.topology, torchrun_ranks()[1])
+        return
     found = host().first("gem_topology", world=torchrun_ranks()[1])
     if found is None:
         raise PluginError("the machine's topology", "no plugin describes it", "Core's own plugin does: see `gem plugins list`.")

@@ -1,0 +1,1 @@
+"""The machine: described in TOML, or found."""
