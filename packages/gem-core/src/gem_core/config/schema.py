@@ -56,6 +56,22 @@ class ModelSection(Section):
     options: Options = Field(default_factory=dict, description="the model's own options")
 
 
+class ManagedTable(Section):
+    """An entry of `[[embedding.ids]]`: tables whose ids get and lose rows while the model trains."""
+
+    pattern: Name = Field(description="tables by name; `*` and `?` as in a shell, and the first entry that matches a table counts")
+    rows: Annotated[int, Field(ge=2)] = Field(description="rows of such a table, whatever the number of ids")
+    policy: Literal["distance_lfu", "lfu", "lru"] = Field(default="distance_lfu", description="which ids are worth least when a table is full")
+    admit_after: Positive = Field(default=1, description="look-ups before an id may own a row")
+    evict_every: Positive = Field(default=100, description="steps between evictions")
+    buckets: Positive = Field(default=64, description="parts of a table that admit and evict on their own; at most one rank works on each")
+    hashed_rows: Count = Field(default=0, description="rows that ids without a row share by hash; with 0 they share row 0")
+    resized: Literal["error", "grow", "keep", "reset"] = Field(
+        default="error",
+        description="if a checkpoint has other rows, buckets or hashed rows: refuse it, move its best ids over, go on with its sizes, start afresh",
+    )
+
+
 class EmbeddingSection(Section):
     """`[embedding]`: how tables are stored and updated."""
 
@@ -63,6 +79,7 @@ class EmbeddingSection(Section):
     optimizer: Literal["rowwise_adagrad", "sgd", "adam"] = Field(default="rowwise_adagrad", description="update rule of the tables")
     lr: Rate = Field(default=0.05, description="learning rate of the tables, before the schedule's factor")
     eps: Above = Field(default=1e-8, description="epsilon of the update rule")
+    ids: tuple[ManagedTable, ...] = Field(default=(), description="tables whose ids get and lose rows while the model trains")
     options: Options = Field(default_factory=dict, description="the engine's own options")
 
 
@@ -80,7 +97,9 @@ class ParallelSection(Section):
         default=("single",), description="parallel strategies by name; their stages fix the order they are applied in"
     )
     options: dict[str, Options] = Field(default_factory=dict, description="options by strategy name")
-    topology: str = Field(default="", description="the machine: a file that ends in .toml, or a shipped name; empty asks plugins and the machine itself")
+    topology: str = Field(
+        default="", description="the machine: a file that ends in .toml, or a shipped name; empty asks plugins and the machine itself"
+    )
 
 
 class KernelsSection(Section):

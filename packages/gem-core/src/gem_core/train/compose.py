@@ -46,6 +46,9 @@ from gem_core.train.checkpoint import restore, values
 from gem_core.train.checkpoint.saved import Saved, find_checkpoint
 from gem_core.train.checkpoint.saver import Saver
 from gem_core.train.efficiency import Peak, peak_of
+from gem_core.train.ids.layout import with_rows
+from gem_core.train.ids.managed import ManagedIds
+from gem_core.train.ids.saving import restore_ids, rules_for
 from gem_core.train.labels import check_tasks
 from gem_core.train.log import RunLog
 from gem_core.train.materialise import fill_weights
@@ -74,6 +77,7 @@ class Run:
     schema: DataSchema
     options: Any
     tables: Sequence[TableSpec]
+    ids: ManagedIds
     model: nn.Module
     precision: Precision
     decisions: Sequence[PrecisionDecision]
@@ -164,7 +168,10 @@ def _model_on_meta(run: Run) -> None:
     name, options = run.config.model.name, run.config.model.options
     run.options = host().options("models", name, options)
     cls: Any = host().load("models", name)
-    run.tables = cls.tables(run.schema, run.options)
+    every_id = cls.tables(run.schema, run.options)
+    rules = rules_for(every_id, run.config.embedding.ids, run.saved)
+    run.ids = ManagedIds(every_id, rules, run.world, run.config.run.seed)
+    run.tables = with_rows(every_id, rules)
     try:
         with torch.device("meta"):
             run.model = _build_model(run)
@@ -251,7 +258,8 @@ def _restore(run: Run) -> None:
     restore.verify_together(run.saved, run.world)
     trainer = run.saved.trainer()
     restore.restore_dense(run.model, run.saved, run.learner.optimizer if run.training else None)
-    restore.restore_tables(run.embeddings, run.saved, updates=trainer["updates"] if run.training else None)
+    moves = restore_ids(run.ids, run.saved, run.world, clock=trainer.get("ids", 0))
+    restore.restore_tables(run.embeddings, run.saved, updates=trainer["updates"] if run.training else None, moves=moves)
     if run.config.train.ema_decay:
         run.average = run.average or AveragedWeights(run.model, run.config.train.ema_decay)
         restore.restore_average(run.average.state_dict(), run.saved)
@@ -298,6 +306,8 @@ def _run_started(run: Run) -> None:
     world, config = run.world, run.config
     run.log = run.enter(RunLog(run.folder if world.leads else None, total=run.total_steps, step=run.progress.step))
     run.log.event("resumed" if run.resume else "started", run.progress.step, kernels=run.kernels, world=world.size)
+    if run.ids.report:
+        run.log.event("resized", run.progress.step, tables=run.ids.report)
     dump = config.model_dump(mode="json")
     run.info = RunInfo(folder=run.folder, seed=config.run.seed, config=dump, kernels=run.kernels, rank=world.rank, world=world.size)
     run.saver = Saver(run.folder / "checkpoints", world, keep=config.train.keep_checkpoints, told=partial(_checkpoint_complete, run))

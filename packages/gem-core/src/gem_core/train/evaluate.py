@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from gem_core.spec import DataSchema, Embeddings, Precision, Shard, Source
-from gem_core.train.feed import Feed
+from gem_core.train.feed import Feed, Work
 from gem_core.train.metrics import Predictions, TaskMetrics
 from gem_core.train.step import forward
 from gem_core.train.world import World
@@ -43,12 +43,14 @@ def evaluate(
     batch_size: int,
     split: str = "test",
     weights: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    prepare: Callable[[Work], Work] = lambda work: work,
 ) -> Evaluation:
     """Score every row of a split once and compute exact metrics over all of them. Collective.
 
     Args:
         batch_size: rows of a global batch.
         weights: a context that puts other dense weights in place (averaged ones).
+        prepare: as in ``Feed``.
 
     Raises:
         RequestError: a label is wrong (see ``check_batch``).
@@ -56,7 +58,7 @@ def evaluate(
     begun, schema = time.perf_counter(), source.schema()
     collected = Predictions(schema.tasks)
     with weights(), _scoring(dense):
-        for batch in _batches(source, schema, world, split=split, batch_size=batch_size):
+        for batch in _batches(source, schema, world, split=split, batch_size=batch_size, prepare=prepare):
             moved = batch.to(world.device, non_blocking=True)
             with precision.forward_context(world.device.type):
                 logits = forward(dense, embeddings, moved, schema.tasks)
@@ -66,9 +68,9 @@ def evaluate(
     return Evaluation(tasks=tasks, rows=rows, seconds=time.perf_counter() - begun)
 
 
-def _batches(source: Source, schema: DataSchema, world: World, *, split: str, batch_size: int) -> Iterator[Any]:
+def _batches(source: Source, schema: DataSchema, world: World, *, split: str, batch_size: int, prepare: Callable[[Work], Work]) -> Iterator[Any]:
     own = source.batches(split, batch_size=batch_size, shard=Shard(rank=world.rank, world=world.size))
-    for work in Feed(own, world, schema, flops=lambda batch: 0):
+    for work in Feed(own, world, schema, flops=lambda batch: 0, prepare=prepare):
         yield from work.batches
 
 

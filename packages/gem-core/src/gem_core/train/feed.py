@@ -47,13 +47,22 @@ class Feed:
         accumulate: micro-batches a step; the last step of an epoch may have fewer.
         uneven: when some ranks run out first, ``pad`` feeds them batches without rows until all have; ``stop`` and ``drop`` end the epoch at the last
             step that every rank can take, and leave the rest out.
+        prepare: what becomes of each step before it is given out. Collective, in the order of the steps.
     """
 
     def __init__(
-        self, batches: Iterator[Batch], world: World, schema: DataSchema, *, flops: Callable[[Batch], int], accumulate: int = 1, uneven: str = "pad"
+        self,
+        batches: Iterator[Batch],
+        world: World,
+        schema: DataSchema,
+        *,
+        flops: Callable[[Batch], int],
+        accumulate: int = 1,
+        uneven: str = "pad",
+        prepare: Callable[[Work], Work] = lambda work: work,
     ) -> None:
         self._batches, self._world, self._schema, self._flops = batches, world, schema, flops
-        self._accumulate, self._uneven = accumulate, uneven
+        self._prepare, self._accumulate, self._uneven = prepare, accumulate, uneven
         self.ran_out: int | None = None
         """The first rank that ended the epoch for the others; None while none has."""
         self.dropped = 0
@@ -86,7 +95,8 @@ class Feed:
                 return
             sums = told[:, :take].sum((0, 1))
             mine = own[:take] + [empty_batch(self._schema) for _ in range(take - len(own))]
-            yield Work(batches=mine, rows=int(sums[1]), flops=int(sums[2]), weights=sums[3:], data_seconds=time.perf_counter() - begun)
+            work = Work(batches=mine, rows=int(sums[1]), flops=int(sums[2]), weights=sums[3:], data_seconds=time.perf_counter() - begun)
+            yield self._prepare(work)
 
     def _read(self) -> tuple[list[Batch], GemError | None]:
         try:

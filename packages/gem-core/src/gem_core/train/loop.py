@@ -17,6 +17,7 @@ from gem_core.train.compose import Run
 from gem_core.train.efficiency import TRAIN_OVER_FORWARD
 from gem_core.train.evaluate import Evaluation, evaluate
 from gem_core.train.feed import Feed, Work
+from gem_core.train.ids.saving import describe, ids_pieces
 from gem_core.train.optim import lr_factor
 from gem_core.train.scoring import schema_as_json
 from gem_core.train.step import train_step
@@ -56,6 +57,7 @@ def _epochs(run: Run) -> None:
             flops=run.model.flops,  # type: ignore[arg-type]
             accumulate=config.optim.accumulate,
             uneven=config.train.uneven,
+            prepare=run.ids.admit,
         )
         if _steps(run, feed):
             return
@@ -80,6 +82,7 @@ def _steps(run: Run, feed: Feed) -> bool:
             warmup=config.optim.warmup_steps,
             final=config.optim.final_lr_fraction,
         )
+        run.ids.begin_step(run.embeddings)
         following = None if _pauses(run, progress.step + 1) else feed.peek
         result = train_step(run.learner, work, step=progress.step + 1, lr_factor=factor, following=following)
         if isinstance(run.source, ResumableSource):
@@ -123,6 +126,7 @@ def _log_step(run: Run, work: Work, loss: float, seconds: float, *, factor: floa
         "sparse_lr": run.learner.sparse_lr * factor,
         "grad_norm": grad_norm,
         "train": stream,
+        **({"ids": ids} if (ids := run.ids.read("train")) else {}),
         **window.figures(run.peak_flops),
     }
     run.log.event("train", progress.step, epoch=progress.epoch, rows=progress.trained_rows, **values)
@@ -137,10 +141,11 @@ def evaluate_now(run: Run) -> Evaluation:
     """Evaluate the test split with the averaged weights, where there are any, and log it. Collective."""
     weights = nullcontext if run.average is None else run.average.in_place
     size = run.config.data.eval_batch_size
-    done = evaluate(run.dense, run.embeddings, run.precision, run.source, run.world, batch_size=size, weights=weights)
+    done = evaluate(run.dense, run.embeddings, run.precision, run.source, run.world, batch_size=size, weights=weights, prepare=run.ids.look_up)
+    ids = run.ids.read("test")
     if run.training:
         run.progress.eval_seconds += done.seconds
-        run.log.event("eval", run.progress.step, test=done.as_dict(), seconds=done.seconds)
+        run.log.event("eval", run.progress.step, test=done.as_dict(), seconds=done.seconds, **({"ids": ids} if ids else {}))
         run.log.scalars("test", run.progress.step, done.as_dict())
         shown = "  ".join(f"{task}: AUC {_number(m['auc'])} NE {_number(m['ne'])}" for task, m in done.as_dict().items())
         run.log.say(f"step {run.progress.step}  test  {shown}")
@@ -161,12 +166,14 @@ def save(run: Run, *, background: bool) -> None:
     if run.average is not None:
         dense |= restore.average_tensors(run.average.state_dict())
     pieces = dense_pieces(dense, leads=world.leads) | table_pieces([piece for piece in run.embeddings.table_slices() if piece.saves])
+    pieces |= ids_pieces(run.ids, world)
     trainer = {
         "stream": learner.stream.state_dict(world),
         "progress": run.progress.state_dict(world),
         "random": values.random_state(world),
         "data": world.gather_objects(run.source.cursor()) if isinstance(run.source, ResumableSource) else None,
         "updates": run.embeddings.table_updates(),
+        "ids": run.ids.clock,
     }
     run.log.event("saving", step)
     run.saver.save(Content(step=step, pieces=pieces, trainer=trainer, about=about(run)), background=background)
@@ -180,6 +187,7 @@ def about(run: Run) -> dict[str, Any]:
         "kernels": run.kernels,
         "data": restore.data_facts(run.source),
         "schema": schema_as_json(run.schema),
+        "ids": describe(run.ids.maps),
         "world": run.world.size,
         "written_by": {"gem_core": __version__, "torch": torch.__version__, "time": datetime.now(UTC).isoformat(timespec="seconds")},
     }

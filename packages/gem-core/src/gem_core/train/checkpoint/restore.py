@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,11 +12,14 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from gem_core.config.load import flat
 from gem_core.config.schema import RunConfig
 from gem_core.spec import Embeddings, GemError, PluginError, RequestError, Source
-from gem_core.train.checkpoint.pieces import pieces_of, table_pieces
+from gem_core.train.checkpoint.pieces import Piece, Pieces, pieces_of, table_pieces
 from gem_core.train.checkpoint.saved import Saved, differing
 from gem_core.train.world import World
 
 log = logging.getLogger("gem_core.train")
+
+MOVED_ROWS = 1 << 16
+"""Rows of a table that are read at a time where single ones are taken over."""
 
 FIXED = (
     "run.seed",
@@ -105,11 +109,20 @@ def restore_average(average: Mapping[str, Tensor], saved: Saved) -> None:
     saved.fill({name: pieces_of(tensor) for name, tensor in average_tensors(average).items()})
 
 
-def restore_tables(embeddings: Embeddings, saved: Saved, *, updates: int | None) -> None:
+@dataclass(frozen=True, slots=True)
+class Move:
+    """Rows of a table that has another size than in the checkpoint: ``new[i]`` is the checkpoint's ``old[i]``; all others stay as built."""
+
+    new: Tensor
+    old: Tensor
+
+
+def restore_tables(embeddings: Embeddings, saved: Saved, *, updates: int | None, moves: Mapping[str, Move] | None = None) -> None:
     """Fill the tables of any engine; each process reads only the rows it keeps. Collective where the engine is.
 
     Args:
         updates: updates made so far; None for evaluation, which leaves the optimiser's state alone.
+        moves: tables of which single rows are taken over.
 
     Raises:
         RequestError: the engine has other tables, sizes or optimiser state.
@@ -120,15 +133,33 @@ def restore_tables(embeddings: Embeddings, saved: Saved, *, updates: int | None)
         so = f"they differ in {differ[0]!r}"
         raise RequestError("the tables of the checkpoint", so, "Use the data and model options the run was started with.")
     own = table_pieces([piece for piece in embeddings.table_slices() if updates is not None or piece.name == "weight"])
+    moved = {name: move for name in own if (move := (moves or {}).get(name.split("/", 1)[1].rsplit("/", 1)[0])) is not None}
     for name, held in own.items():
         if name not in saved.index:
             so = f"it has no {name.rsplit('/', 1)[1]!r}"
             raise RequestError(f"{name} of the checkpoint", so, "Use the optimiser of the checkpoint.")
-        if held.shape != saved.shape(name):
+        first = 1 if name in moved else 0
+        if held.shape[first:] != saved.shape(name)[first:]:
             so = f"its shape is {list(saved.shape(name))}, this model wants {list(held.shape)}"
             raise RequestError(f"{name} of the checkpoint", so, "Use the data and model options the run was started with.")
-    saved.fill(own)
+    saved.fill({name: held for name, held in own.items() if name not in moved})
+    for name, move in moved.items():
+        for part in own[name].parts:
+            _move_rows(saved, name, part, move)
     embeddings.tables_loaded(updates or 0)
+
+
+@torch.no_grad()
+def _move_rows(saved: Saved, name: str, part: Piece, move: Move) -> None:
+    """Fill the rows of a part that come from other rows of the saved tensor, of which a block at a time is in memory."""
+    here = (move.new >= part.offsets[0]) & (move.new < part.offsets[0] + part.tensor.shape[0])
+    new, old = move.new[here] - part.offsets[0], move.old[here]
+    total, *width = saved.shape(name)
+    for first in range(0, total, MOVED_ROWS):
+        block = torch.empty(min(MOVED_ROWS, total - first), *part.tensor.shape[1:], dtype=saved.dtype(name))
+        saved.fill({name: Pieces((total, *width), block.dtype, [Piece((first, *part.offsets[1:]), block)])})
+        inside = (old >= first) & (old < first + block.shape[0])
+        part.tensor[new[inside].to(part.tensor.device)] = block[old[inside] - first].to(part.tensor)
 
 
 def check_same_run(about: Mapping[str, Any], config: RunConfig) -> None:
