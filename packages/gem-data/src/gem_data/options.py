@@ -104,7 +104,7 @@ class FilesOptions(Options):
     train: tuple[str, ...] = Field((), description="patterns of the training files in the folder; by default those that data.json lists")
     test: tuple[str, ...] = Field((), description="patterns of the test files in the folder; by default those that data.json lists")
     window: Count = Field(16_384, description="rows that each rank holds to shuffle; memory is about two windows and one row group")
-    workers: Natural = Field(1, description="threads that gather batches, beside one that reads; 0 does all in the training thread")
+    workers: Natural = Field(1, description="threads that gather batches, beside those that read; 0 does all in the training thread")
     batch_tokens: Natural = Field(0, description="cost of a rank's training batch, in tokens by default; 0: batches have batch_size rows")
     balance: Literal["none", "bbs", "lpt", "cost"] = Field(
         "none",

@@ -1,6 +1,7 @@
 """A prepared folder appears whole or not at all; killed runs, second runs and too little memory."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,7 +14,11 @@ import pytest
 
 from gem_core.spec import MachineError, RequestError
 from gem_data.audit import audit
+from gem_data.formats.files import Location
 from gem_data.prepare import run
+from gem_data.prepare import stage as stage_module
+from gem_data.prepare.definition import Table
+from gem_data.prepare.kept import made_from
 from gem_data.prepare.run import make_engine
 
 SLOW = """
@@ -55,6 +60,65 @@ def test_case_H08_a_killed_run_is_started_again_cleanly(shop: Any, step: str) ->
     assert sorted(path.name for path in (shop.folder / "out").iterdir()) == ["data.json", "schema.toml", "test", "train"]
     assert not (shop.folder / ".out.partial").exists()
     assert shop.run("fresh") == data
+
+
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The tables that are read from their raw files."""
+    names: list[str] = []
+    plain = stage_module.scan
+
+    def counted(paths: list[str], **options: Any) -> Any:
+        names.extend(Path(path).stem for path in paths)
+        return plain(paths, **options)
+
+    monkeypatch.setattr(stage_module, "scan", counted)
+    return names
+
+
+def stopped_before_the_histories(shop: Any) -> None:
+    shop.write()
+    child = start_and_wait_for("histories", shop.folder)
+    os.kill(child.pid, signal.SIGKILL)
+    child.wait()
+
+
+def test_case_H08_raw_tables_that_were_read_whole_are_not_read_again(shop: Any, read: list[str]) -> None:
+    stopped_before_the_histories(shop)
+    data = shop.run()
+    assert read == []
+    fresh = shop.run("fresh")
+    assert read
+    assert fresh == data
+
+
+@pytest.mark.parametrize("change", ["the file", "how it is read", "the place of its rows", "half written"])
+def test_a_raw_table_that_changed_is_read_again(shop: Any, read: list[str], change: str) -> None:
+    stopped_before_the_histories(shop)
+    raw = shop.folder / ".out.partial" / "work" / "raw"
+    if change == "the file":
+        os.utime(shop.folder / "log.parquet", (1, 1))
+    elif change == "how it is read":
+        shop.definition["tables"]["log"]["scan"] = {"batch_rows": 2}
+    elif change == "the place of its rows":
+        shutil.copy(shop.folder / "log.parquet", shop.folder / "later.parquet")
+        shop.definition["tables"]["log"]["path"] = "later.parquet"
+    else:
+        (raw / "log.json").unlink()
+    assert (raw / "log.parquet").exists()
+    shop.run()
+    assert read in (["log"], ["later"])
+
+
+def test_a_file_system_that_does_not_tell_of_changes_is_read_again() -> None:
+    class System:
+        def info(self, path: str) -> dict[str, Any]:
+            return {"size": 3} | ({"ETag": "1"} if path == "told" else {})
+
+    table = Table(path="any")
+    told, untold = (Location(path, System(), path) for path in ("told", "untold"))
+    assert made_from(table, ["a"], [told]) is not None
+    assert made_from(table, ["a"], [told, untold]) is None
 
 
 def test_two_runs_into_one_folder_do_not_mix(shop: Any) -> None:
@@ -113,7 +177,7 @@ def test_the_engine_keeps_to_its_share_of_the_memory(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_rows_do_not_depend_on_the_memory_and_too_little_is_said(shop: Any) -> None:
+def test_rows_do_not_depend_on_the_memory_and_too_little_is_said(shop: Any, read: list[str]) -> None:
     """300,000 rows; with 64 MiB the engine works through disk, with 20 MiB it cannot work at all."""
     n = 300_000
     rng = np.random.default_rng(0)
@@ -126,6 +190,10 @@ def test_rows_do_not_depend_on_the_memory_and_too_little_is_said(shop: Any) -> N
     with pytest.raises(MachineError, match=r"memory of 41,943,040 bytes: it does not suffice .*--memory"):
         shop.run("tight", memory=40 * 2**20)
     assert not (shop.folder / "tight").exists()
+    assert sorted(path.name for path in (shop.folder / ".tight.partial").rglob("*")) == ["log.json", "log.parquet", "raw", "work"]
+    read.clear()
+    shop.run("tight")
+    assert read == []
 
 
 def test_an_unknown_engine_is_named(shop: Any) -> None:

@@ -1,8 +1,11 @@
 """The files of a split: their columns checked, their units read, decoded and put together to windows."""
 
+import threading
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +17,7 @@ from gem_data.feed.cursor import Trained
 from gem_data.feed.decode import Columns, Decoder
 from gem_data.feed.order import Ints, Slice, shuffle_keys
 from gem_data.feed.part import Part
+from gem_data.feed.pipeline import ahead
 from gem_data.feed.units import Place, Unit, UnitFile, list_units, open_units
 
 REQUEST_ROW = "request_row"
@@ -56,8 +60,22 @@ def index_files(files: Sequence[SplitFile], columns: Sequence[str], promised: Ma
     return list_units(listed)
 
 
+class _OpenFiles(threading.local):
+    """The files that a thread has open, the last used one last: an open file is read by one thread at a time."""
+
+    def __init__(self) -> None:
+        self.files: OrderedDict[Path, UnitFile] = OrderedDict()
+
+    def get(self, path: Path) -> UnitFile:
+        file = self.files.pop(path, None) or open_units(path)
+        self.files[path] = file
+        while len(self.files) > OPEN_FILES:
+            self.files.popitem(last=False)
+        return file
+
+
 class Reader:
-    """Reads windows of one split; for one thread at a time.
+    """Reads windows of one split, one window at a time.
 
     Args:
         files: of the split.
@@ -69,54 +87,62 @@ class Reader:
         self._requests = {file.rows: file.requests for file in files}
         self._units, self._decoder = units, decoder
         self._columns = decoder.schema.columns()
-        self._open: OrderedDict[Path, UnitFile] = OrderedDict()
+        self._open = _OpenFiles()
         self._last: tuple[int, Part] | None = None
 
-    def window(self, asked: Slice, own: Trained, seed: int | None, epoch: int) -> Window:
-        """The rows of a slice that ``own`` does not hold, shuffled if there is a seed, and the batches that are left of it."""
-        parts = []
-        for piece in asked.pieces:
-            rows = own.left(piece.unit, piece.rows)
-            if rows.size:
-                parts.append(self._unit(piece.unit).take(rows))
-        if not parts:  # a batch without rows has columns all the same
-            parts = [self._unit(asked.pieces[0].unit if asked.pieces else 0).take(np.zeros(0, np.int64))]
+    def window(self, asked: Slice, own: Trained, seed: int | None, epoch: int, pool: ThreadPoolExecutor | None = None) -> Window:
+        """The rows of a slice that ``own`` does not hold, shuffled if there is a seed, and the batches that are left of it.
+
+        Two of its units are read at once in ``pool``, if there is one: Arrow decodes the columns of one unit in parallel, and would leave a core idle
+        before the last of them is done.
+        """
+        wanted = [(piece.unit, rows) for piece in asked.pieces if (rows := own.left(piece.unit, piece.rows)).size]
+        if not wanted:  # a batch without rows has columns all the same
+            wanted = [(asked.pieces[0].unit if asked.pieces else 0, np.zeros(0, np.int64))]
+        decoded = self._decoded([unit for unit, _ in wanted], pool)
+        parts = [part.take(rows) for part, (_, rows) in zip(decoded, wanted, strict=True)]
         origin = np.concatenate([part.origin for part in parts])
         order = np.arange(origin.size) if seed is None else np.argsort(shuffle_keys(origin, seed, epoch), kind="stable")
         skipped = _done_batches(asked.sizes, origin.size)
         return Window(tuple(parts), order, asked.sizes[skipped:], asked.globals[skipped:])
 
-    def _unit(self, number: int) -> Part:
-        """A decoded unit. The last one is kept: a window often ends inside of a unit, and the next one begins there."""
-        if self._last is None or self._last[0] != number:
-            self._last = None
-            self._last = number, self._read(self._units[number])
+    def _decoded(self, numbers: Sequence[int], pool: ThreadPoolExecutor | None) -> Iterator[Part]:
+        """Units in their order. The last one is kept: a window often ends inside of a unit, and the next one begins there."""
+        if self._last is not None and self._last[0] == numbers[0]:
+            yield self._last[1]
+            numbers = numbers[1:]
+        self._last = None
+        units = [self._units[number] for number in numbers]
+        for unit, number, columns in zip(units, numbers, ahead((partial(self._read, unit) for unit in units), pool, 1), strict=True):
+            part = self._decoder.decode(columns, self._place(unit), unit.first)
+            if number == numbers[-1]:
+                self._last = number, part
             pa.default_memory_pool().release_unused()  # what decoding needed goes back, or the next unit would add to it
-        return self._last[1]
+            yield part
 
-    def _read(self, unit: Unit) -> Part:
-        file = self._file(unit.path)
-        place = Place(unit.path.name, file.kind, unit.index)
+    def _place(self, unit: Unit) -> Place:
+        return Place(unit.path.name, self._open.get(unit.path).kind, unit.index)
+
+    def _read(self, unit: Unit) -> Columns:
+        file = self._open.get(unit.path)
         requests = self._requests[unit.path]
         held = set(file.schema.names)
         own = [name for name in self._columns if name in held]
         try:
             if requests is None:
-                columns = Columns(unit.rows, _arrays(file.read(unit.index, own)), {}, np.zeros(0, np.int64))
-            else:
-                arrays = _arrays(file.read(unit.index, [*own, REQUEST_ROW]))
-                at = arrays.pop(REQUEST_ROW).to_numpy(zero_copy_only=False).astype(np.int64)
-                shared = [name for name in self._columns if name not in held]
-                low, arrays_of_requests = self._read_requests(requests, at, shared, place)
-                columns = Columns(unit.rows, arrays, arrays_of_requests, at - low)
+                return Columns(unit.rows, _arrays(file.read(unit.index, own)), {}, np.zeros(0, np.int64))
+            arrays = _arrays(file.read(unit.index, [*own, REQUEST_ROW]))
+            at = arrays.pop(REQUEST_ROW).to_numpy(zero_copy_only=False).astype(np.int64)
+            shared = [name for name in self._columns if name not in held]
+            low, arrays_of_requests = self._read_requests(requests, at, shared, self._place(unit))
+            return Columns(unit.rows, arrays, arrays_of_requests, at - low)
         except (OSError, pa.ArrowException) as error:
-            so = f"{place.kind} {place.unit} cannot be read: {error}"
+            so = f"{file.kind} {unit.index} cannot be read: {error}"
             raise RequestError(f"data file {unit.path}", so, "The file is damaged; write it again.") from error
-        return self._decoder.decode(columns, place, unit.first)
 
     def _read_requests(self, path: Path, at: Ints, names: Sequence[str], place: Place) -> tuple[int, dict[str, pa.Array]]:
         """The entries ``at.min() .. at.max()`` of a file of requests, and the first of them."""
-        file = self._file(path)
+        file = self._open.get(path)
         ends = np.cumsum(file.sizes)
         low, high = int(at.min()), int(at.max()) + 1
         total = int(ends[-1]) if ends.size else 0
@@ -128,13 +154,6 @@ class Reader:
         table = pa.concat_tables([file.read(unit, names) for unit in range(first, last + 1)])
         skip = low - int(ends[first] - file.sizes[first])
         return low, _arrays(table.slice(skip, high - low))
-
-    def _file(self, path: Path) -> UnitFile:
-        file = self._open.pop(path, None) or open_units(path)
-        self._open[path] = file
-        while len(self._open) > OPEN_FILES:
-            self._open.popitem(last=False)
-        return file
 
 
 def _arrays(table: pa.Table) -> dict[str, pa.Array]:

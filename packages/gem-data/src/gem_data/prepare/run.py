@@ -34,6 +34,8 @@ from gem_data.schema import write_schema
 from gem_data.splits import warn_about
 
 SPLITS = ("train", "test")
+RAW = "raw"
+"""Folder of the staged tables."""
 Report = Callable[[str], None]
 
 
@@ -42,7 +44,8 @@ def prepare(
 ) -> dict[str, Any]:
     """Prepare a folder; returns the content of its ``data.json``.
 
-    Everything is written beside ``out`` and renamed at the end. What a killed run left behind is removed by the next one.
+    Everything is written beside ``out`` and renamed at the end. A run that was killed or had too little memory leaves the raw tables behind that it
+    has read whole; the next one takes them over if nothing has changed, and removes the rest.
 
     Args:
         definition_file: TOML, see ``gem_data.prepare.definition``.
@@ -63,7 +66,9 @@ def prepare(
         plan = Plan(definition, schema)
         report("reading the raw tables")
         columns = needed(plan)
-        staged = {name: stage(name, table, columns[name], definition_file.parent, work) for name, table in definition.tables.items()}
+        staged = {name: stage(name, table, columns[name], definition_file.parent, work / RAW) for name, table in definition.tables.items()}
+        if before := [name for name, table in staged.items() if table.taken_over]:
+            report(f"read by the run before: {', '.join(before)}")
         check_types(plan, staged)
         running = make_engine(engine, work, memory)
         try:
@@ -71,9 +76,8 @@ def prepare(
                 running.register(raw(name), table.path)
             content = _run(running, plan, staged, folder, work, report)
         except duckdb.OutOfMemoryException as error:
-            raise MachineError(
-                f"memory of {memory:,} bytes", f"it does not suffice ({str(error).splitlines()[0]})", "Give more with --memory."
-            ) from error
+            so = f"it does not suffice ({str(error).splitlines()[0]})"
+            raise MachineError(f"memory of {memory:,} bytes", so, "Give more with --memory; what has been read is kept.") from error
         finally:
             running.close()
         shutil.rmtree(work)
@@ -97,16 +101,27 @@ def _partial(out: Path) -> Iterator[tuple[Path, Path]]:
     except BlockingIOError as error:
         os.close(handle)
         raise RequestError(f"output folder {out}", "another process is preparing it", "Wait for it, or name another folder.") from error
+    work = folder / "work"
     try:
-        for left in folder.iterdir():  # by a run that was killed
-            shutil.rmtree(left) if left.is_dir() else left.unlink()
-        work = folder / "work"
-        work.mkdir()
+        _clear(folder, work)
+        (work / RAW).mkdir(parents=True, exist_ok=True)
         yield folder, work
         os.rename(folder, out)
-    finally:
+    except MachineError:  # asked again with more memory, it need not read the raw tables again
+        _clear(folder, work)
+        raise
+    except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
+        raise
+    finally:
         os.close(handle)
+
+
+def _clear(folder: Path, work: Path) -> None:
+    """Remove everything but the staged tables."""
+    for left in [*folder.iterdir(), *(work.iterdir() if work.exists() else ())]:
+        if left not in (work, work / RAW):
+            shutil.rmtree(left) if left.is_dir() else left.unlink()
 
 
 def make_engine(name: str, work: Path, memory: int) -> Engine:

@@ -12,8 +12,10 @@ import pyarrow.parquet as pq
 
 from gem_core.spec import RequestError
 from gem_data.formats import scan
+from gem_data.formats.files import locate
 from gem_data.ids.values import is_text
 from gem_data.prepare.definition import Table
+from gem_data.prepare.kept import keep, kept, made_from
 
 PER_SECOND = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
 LATEST = 10**12
@@ -31,16 +33,18 @@ class Staged:
             column rows stand for times.
         rows: rows in it, as many as were read from the raw files.
         dropped: lines that could not be read as rows, by reason; only where ``bad_lines = "drop"`` asks for it.
+        taken_over: an earlier run had read it already.
     """
 
     path: Path
     rows: int
     dropped: dict[str, int]
     schema: pa.Schema
+    taken_over: bool = False
 
 
 def stage(name: str, table: Table, columns: Sequence[str], folder: Path, to: Path) -> Staged:
-    """Read the raw files once, keep every row, and write ``to/NAME.parquet``.
+    """Read the raw files once, keep every row, and write ``to/NAME.parquet``, unless an earlier run has done so from the same files.
 
     Args:
         columns: raw columns to keep besides user and time.
@@ -53,13 +57,19 @@ def stage(name: str, table: Table, columns: Sequence[str], folder: Path, to: Pat
     strange = sorted(set(table.scan) - SCAN_KEYS)
     if strange:
         raise RequestError(f"table {name!r}", f"scan.{strange[0]} is no argument of scan", f"The arguments are {', '.join(sorted(SCAN_KEYS))}.")
-    held = scan(table.files(folder), columns=wanted, **table.scan)
     path, total = to / f"{name}.parquet", 0
+    source = made_from(table, columns, locate(table.files(folder)))
+    before = kept(path, source)
+    if before is not None:
+        file = pq.ParquetFile(path)
+        return Staged(path, file.metadata.num_rows, before, file.schema_arrow, taken_over=True)
+    held = scan(table.files(folder), columns=wanted, **table.scan)
     schema = _staged(name, table, _empty(held.schema), columns, 0).schema
     with pq.ParquetWriter(path, schema, compression="lz4") as writer:
         for batch in held.batches():
             writer.write_batch(_staged(name, table, batch, columns, total))
             total += batch.num_rows
+    keep(path, source, dict(held.dropped))
     return Staged(path, total, dict(held.dropped), schema)
 
 

@@ -101,12 +101,13 @@ class Files:
         windows = (partial(read, piece, own, seed, epoch) for piece in asked)
         return self._run(split, windows, start)
 
-    def _run(self, split: str, windows: Iterator[Callable[[], Window]], start: int) -> Iterator[Batch]:
+    def _run(self, split: str, windows: Iterator[Callable[..., Window]], start: int) -> Iterator[Batch]:
         workers = self.options.workers
-        pools = [ThreadPoolExecutor(count, thread_name_prefix="gem-feed") for count in (1, workers) if workers]
-        reading, gathering = pools or (None, None)
+        pools = [ThreadPoolExecutor(count, thread_name_prefix="gem-feed") for count in (1, 2, workers) if workers]
+        reading, units, gathering = pools or (None, None, None)
         try:
-            planned = islice(self._plan(split, ahead(windows, reading, 1)), start, None)
+            jobs_of_windows = (partial(window, pool=units) for window in windows)
+            planned = islice(self._plan(split, ahead(jobs_of_windows, reading, 1)), start, None)
             jobs = (partial(self._collator.batch, batch.picked, batch.global_rows) for batch in planned)
             yield from ahead(jobs, gathering, READY * workers)
         finally:
