@@ -1,5 +1,7 @@
 """The source ``files``: every column of every row against a plain loop, over formats, units, ranks, workers and policies; and what is refused."""
 
+import threading
+import time
 import tracemalloc
 from pathlib import Path
 from types import ModuleType
@@ -15,7 +17,7 @@ from hypothesis import strategies as st
 from gem_core.spec import RequestError, ResumableSource, Shard
 from gem_data.feed import arrays
 from gem_data.feed.decode import _encode
-from gem_data.feed.units import Place
+from gem_data.feed.units import ParquetUnits, Place
 from gem_data.ids import PassEncoder
 from gem_data.schema import Id
 
@@ -106,13 +108,31 @@ def test_reading_twice_gives_the_same_and_starting_later_skips(kit: ModuleType, 
 
 
 def test_a_reader_that_stops_early_leaves_no_thread(kit: ModuleType, folder: Path) -> None:
-    import threading
-
     batches = kit.open_source(folder, workers=2).batches("train", batch_size=4, seed=0)
     next(batches)
     assert any(t.name.startswith("gem-feed") for t in threading.enumerate())
     batches.close()
     assert not any(t.name.startswith("gem-feed") for t in threading.enumerate())
+
+
+def test_two_units_are_read_at_once_and_come_in_their_order(kit: ModuleType, folder: Path, table: pa.Table, monkeypatch: pytest.MonkeyPatch) -> None:
+    reading: list[int] = []
+    most, plain = [0], ParquetUnits.read
+
+    def read(units: ParquetUnits, unit: int, columns: list[str]) -> pa.Table:
+        reading.append(unit)
+        time.sleep(0.05 if unit % 2 == 0 else 0.02)
+        most[0] = max(most[0], len(reading))
+        reading.remove(unit)
+        return plain(units, unit, columns)
+
+    monkeypatch.setattr(ParquetUnits, "read", read)
+    source = kit.open_source(folder, window=1000, workers=1)
+    batches = list(source.batches("train", batch_size=16))
+    for batch in batches:
+        kit.check(batch, table)
+    assert kit.origins(batches) == list(range(150))
+    assert most == [2]
 
 
 def test_budgets_take_each_row_once_and_keep_to_their_target(kit: ModuleType, folder: Path, table: pa.Table) -> None:
