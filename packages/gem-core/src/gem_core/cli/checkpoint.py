@@ -39,10 +39,20 @@ def _groups(saved: Any) -> list[dict[str, Any]]:
     out = []
     for group in sorted(rows, key=lambda group: (not group.startswith("tables/"), group)):
         names, table = rows[group], group.startswith("tables/")
-        holds = ", ".join(sorted((name.rsplit("/", 1)[1] for name in names), key=lambda n: (n != "weight", n))) if table else f"{len(names)} tensors"
+        holds = _contents(saved, group, names) if table else f"{len(names)} tensors"
         shape = " x ".join(map(str, saved.shape(f"{group}/weight"))) if table else ""
         out.append({"name": group, "shape": shape, "holds": holds, "bytes": sum(saved.nbytes(name) for name in names)})
     return out
+
+
+def _contents(saved: Any, table: str, names: list[str]) -> str:
+    """A table's tensors; of managed ids how many were seen, and how many of them own a row."""
+    of_ids = {f"{table}/{name}" for name in ("id", "id_row", "id_count", "id_used")}
+    told = sorted((name.rsplit("/", 1)[1] for name in names if name not in of_ids), key=lambda name: (name != "weight", name))
+    if f"{table}/id_row" in names:
+        owned = int(saved.tensor(f"{table}/id_row").count_nonzero())
+        told.append(f"{saved.shape(f'{table}/id')[0]} ids, {owned} with a row of their own")
+    return ", ".join(told)
 
 
 @app.command("verify")

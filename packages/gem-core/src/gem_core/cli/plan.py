@@ -56,10 +56,13 @@ def topology_for(world: int, machine: str | None) -> Topology:
 
 def tables_and_facts(loaded: LoadedConfig, world: int) -> tuple[Sequence[TableSpec], BatchFacts]:
     """The model's tables, and what a rank looks up of them, measured on the first training batch."""
+    from gem_core.train.ids.layout import rules_by_table, with_rows
+
     config = loaded.config
     source: Source = host().build("data_sources", config.data.source, config.data.options)
     model: Any = host().load("models", config.model.name)
     tables = model.tables(source.schema(), host().options("models", config.model.name, config.model.options))
+    tables = with_rows(tables, rules_by_table(tables, config.embedding.ids))
     shares = min(world, config.data.batch_size)
     share = next(source.batches("train", batch_size=config.data.batch_size, shard=Shard(rank=shares // 2, world=shares), seed=config.run.seed), None)
     if share is None or not share.rows:

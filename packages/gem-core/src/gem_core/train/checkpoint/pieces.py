@@ -108,6 +108,8 @@ class HostCopy:
         if on_gpu:
             torch.cuda.synchronize()  # an engine may still be writing on a stream of its own
         out = {name: Pieces(held.shape, held.dtype, [self._copy(name, part) for part in held.parts]) for name, held in pieces.items()}
+        wanted = {(name, part.offsets) for name, held in pieces.items() for part in held.parts}
+        self._kept = {key: kept for key, kept in self._kept.items() if key in wanted}  # ids begin elsewhere each time
         if on_gpu:
             torch.cuda.synchronize()  # the copies are asynchronous
         return out

@@ -46,8 +46,9 @@ class ManagedIds:
         self._tables = [table for table in tables if table.name in rules]
         self._limits = {feature: (table.name, table.rows) for table in self._tables for feature in table.features}
         self._world, self._seed = world, seed
-        self._edges = {name: np.arange(world.size + 1) * rule.buckets // world.size for name, rule in rules.items()}
-        self.maps = {name: IdMap(rule, *(int(edge) for edge in self._edges[name][world.rank :][:2])) for name, rule in rules.items()}
+        self._edges = {name: [rule.buckets * rank // world.size for rank in range(world.size + 1)] for name, rule in rules.items()}
+        """The first bucket of each rank."""
+        self.maps = {name: IdMap(rule, *self._edges[name][world.rank : world.rank + 2]) for name, rule in rules.items()}
         self.clock = 0
         """Steps whose ids were counted."""
         self.report: list[str] = []
@@ -64,8 +65,6 @@ class ManagedIds:
         Raises:
             RequestError: an id is negative, or exceeds the cardinality of its feature.
         """
-        if not self.maps:
-            return work
         self.clock += 1
         step = self._next = _Step(evicts=any(self.clock % ids.rule.evict_every == 0 for ids in self.maps.values()))
 
@@ -87,9 +86,11 @@ class ManagedIds:
 
     def look_up(self, work: Work) -> Work:
         """Batches to evaluate, with rows in place of ids; nothing is admitted or counted as use. Collective."""
-        if not self.maps:
-            return work
-        return replace(work, batches=self._mapped(work.batches, self._told["test"], lambda name, ids, counts: None))
+        return replace(work, batches=self._mapped(work.batches, self._told["test"]))
+
+    def rows_of(self, batch: Batch) -> Batch:
+        """As ``look_up``, for one batch on the host that no figure tells of."""
+        return self._mapped([batch], Counter())[0]
 
     def read(self, split: str) -> dict[str, Any]:
         """``{"features": {feature: {"ids", "unadmitted"}}, "tables": {table: {"owned", "admitted", "evicted"}}}`` over all ranks since the last call.
@@ -114,19 +115,22 @@ class ManagedIds:
             out.setdefault(kind, {}).setdefault(key, {})[what] = value
         return out
 
-    def _mapped(self, batches: Sequence[Batch], told: Counter[str], count: Callable[[str, Ints, Ints], None]) -> list[Batch]:
+    def _mapped(self, batches: Sequence[Batch], told: Counter[str], count: Callable[[str, Ints, Ints], None] | None = None) -> Sequence[Batch]:
         """The batches with rows in place of ids.
 
         Args:
             told: gets the numbers of look-ups by feature.
             count: called for each table, before its rows are looked up, with the distinct ids of all ranks that this one keeps, and their numbers.
         """
+        if not self.maps:
+            return batches
         for batch in batches:
             batch.ids.check_ids(self._limits)
         columns = [[batch.ids.ids(key) for batch in batches for key in table.features] for table in self._tables]
         asked, inverse = zip(*(_distinct(torch.cat(parts).numpy()) for parts in columns), strict=True)
         mine = exchange(self._world, [self._by_owner(table.name, ids) for table, ids in zip(self._tables, asked)])
-        for table, parts in zip(self._tables, mine):
+        for table, parts in zip(self._tables, mine if count is not None else ()):
+            assert count is not None
             count(table.name, *_summed(np.concatenate(parts)))
         answers = [[self.maps[table.name].look_up(part[:, 0])[:, None] for part in parts] for table, parts in zip(self._tables, mine)]
         found = [np.concatenate(parts)[:, 0] for parts in exchange(self._world, answers)]
