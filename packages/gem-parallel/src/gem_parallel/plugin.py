@@ -29,6 +29,14 @@ def gem_embedding_engines() -> Sequence[EmbeddingEngine]:
 def gem_parallel_strategies() -> Sequence[ParallelStrategy]:
     return [
         ParallelStrategy(
+            name="experts",
+            stage="experts",
+            summary="neighbouring ranks share out the interaction experts; each expert sees the joined rows",
+            load="gem_parallel.dense.experts:ExpertParallel",
+            options="gem_parallel.dense.options:ExpertOptions",
+            on_meta=True,
+        ),
+        ParallelStrategy(
             name="ddp",
             stage="dense",
             summary="a copy of the dense part on each rank, gradients averaged",

@@ -4,7 +4,7 @@ Every expert maps ``[rows, tokens_in, dim] -> [rows, tokens_out, dim]`` and coun
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -121,6 +121,23 @@ EXPERTS: dict[type, type[Any]] = {
 }
 
 
+class ExpertExchange(Protocol):
+    """How ranks that share out the experts of an ensemble exchange rows. Its tensors carry gradients."""
+
+    def join(self, z: Tensor) -> Tensor:
+        """``[rows, tokens, dim]`` of this rank to the rows of all ranks, in rank order."""
+        ...
+
+    def give_back(self, mixed: Tensor, widths: Sequence[int] | None) -> Tensor:
+        """What the held experts made of all rows to this rank's rows of what all experts made.
+
+        Args:
+            mixed: ``[rows of all ranks, tokens, dim]``.
+            widths: None adds the ranks' tokens up; else they stand side by side, and this says how many each expert of the ensemble gives.
+        """
+        ...
+
+
 class Ensemble(nn.Module):
     """``X' = N(experts(Z) + R(X))`` with ``Z`` all tokens of the layer, ``X`` those that the last layer made.
 
@@ -153,11 +170,20 @@ class Ensemble(nn.Module):
         self.shortcut = None if carried == tokens_out else TokenMix(carried, tokens_out)
         self.norm = nn.LayerNorm(dim)
         self.dropout = nn.Dropout(dropout)
-        self.dim = dim
+        self.dim, self.gives = dim, gives
+        self.held = range(count)
+        self.exchange: ExpertExchange | None = None
+
+    def share_out(self, held: range, exchange: ExpertExchange) -> None:
+        """Compute only the experts ``held`` here, on the rows of all ranks that share it out. Called by a strategy of expert parallelism."""
+        self.held, self.exchange = held, exchange
 
     def forward(self, z: Tensor, x: Tensor) -> Tensor:
-        outputs = [expert(z[:, i :: self.count] if self.partition else z) for i, expert in enumerate(self.experts)]
+        seen = z if self.exchange is None else self.exchange.join(z)
+        outputs = [self.experts[i](seen[:, i :: self.count] if self.partition else seen) for i in self.held]
         joined = torch.cat(outputs, dim=1) if self.join == "concat" else sum(outputs[1:], start=outputs[0])
+        if self.exchange is not None:
+            joined = self.exchange.give_back(joined, self.gives if self.join == "concat" else None)
         return self.norm(self.dropout(joined) + (x if self.shortcut is None else self.shortcut(x)))  # type: ignore[no-any-return]
 
     def flops(self, rows: int) -> int:

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -43,21 +44,60 @@ def lr_factor(step: int, *, total: int, schedule: str, warmup: int, final: float
 def clip_gradients(module: nn.Module, max_norm: float) -> float:
     """Scale the dense gradients so that their global 2-norm is at most ``max_norm`` (0 leaves them); return the norm before.
 
+    Collective where gradients are sharded.
+
     Raises:
         RunFailed: a gradient is not finite; the parameters that hold it are named.
     """
-    named = [(name, p) for name, p in module.named_parameters() if p.grad is not None]
-    norm = nn.utils.get_total_norm([p.grad for _, p in named if p.grad is not None])
-    if isinstance(norm, DTensor):  # of sharded gradients
-        norm = norm.full_tensor()
+    named = [(name, p.grad) for name, p in module.named_parameters() if p.grad is not None]
+    norm = global_norm([grad for _, grad in named])
     value = float(norm)
     if not math.isfinite(value):
-        bad = [name for name, p in named if p.grad is not None and not bool(torch.isfinite(p.grad).all())]
+        bad = _anywhere([name for name, grad in named if not bool(torch.isfinite(_here(grad)).all())])
         so = f"not finite in {len(bad)} parameters: {', '.join(bad[:5])}" if bad else "finite in every parameter, but too large to add up"
         raise RunFailed("the gradients", so, "Lower the learning rate, or choose a precision recipe with more high-precision modules.")
-    if max_norm > 0:
-        nn.utils.clip_grads_with_norm_([p for _, p in named], max_norm, norm)
+    if max_norm > 0 and named:
+        factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0).float()
+        torch._foreach_mul_([_here(grad) for _, grad in named], factor)
     return value
+
+
+def global_norm(gradients: Sequence[Tensor]) -> Tensor:
+    """The 2-norm of all elements of all gradients, each counted once (0-d).
+
+    Sharded gradients may lie on several meshes, and a rank may hold none of some. So each rank counts what it holds, divided by the number of ranks
+    that hold the same, and the ranks add up. Collective if one is sharded.
+    """
+    if not any(isinstance(grad, DTensor) for grad in gradients):
+        return nn.utils.get_total_norm(list(gradients))
+    alike: dict[int, list[Tensor]] = {}
+    for grad in gradients:
+        alike.setdefault(_copies(grad), []).append(_here(grad))
+    squares = torch.stack([nn.utils.get_total_norm(parts).double() ** 2 / copies for copies, parts in alike.items()]).sum()
+    dist.all_reduce(squares)
+    return squares.sqrt()
+
+
+def _here(tensor: Tensor) -> Tensor:
+    """The part of a tensor that this rank holds."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _copies(tensor: Tensor) -> int:
+    """How many ranks hold the same part of a tensor as this one."""
+    if not isinstance(tensor, DTensor):
+        return dist.get_world_size()
+    mesh = tensor.device_mesh
+    return math.prod(mesh.size(i) for i, placement in enumerate(tensor.placements) if placement.is_replicate())
+
+
+def _anywhere(names: Sequence[str]) -> list[str]:
+    """The names that any rank gives."""
+    if not dist.is_initialized():
+        return list(names)
+    told: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(told, list(names))
+    return sorted({name for each in told for name in each})
 
 
 class AveragedWeights:

@@ -1,4 +1,4 @@
-"""Collectives over one process group, with a count of the bytes that each sends.
+"""Collectives over one process group: issued, counted and recorded in one place.
 
 A group of one rank needs no process group: everything then returns its input and counts nothing.
 """
@@ -6,10 +6,17 @@ A group of one rank needs no process group: everything then returns its input an
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from gem_parallel.comm.ledger import LEDGER, Span
+
+gather_into: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+scatter_into: Any = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+"""torch 2.13 renamed both and warns about the old names."""
 
 
 @dataclass(slots=True)
@@ -27,13 +34,18 @@ class Traffic:
 class Gathering:
     """An all-gather under way; ``wait`` gives its result."""
 
-    def __init__(self, result: Tensor, work: dist.Work | None) -> None:
-        self._result, self._work = result, work
+    def __init__(self, result: Tensor, work: dist.Work | None, span: Span | None = None) -> None:
+        self._result, self._work, self._span = result, work, span
 
     def wait(self) -> Tensor:
         """``[ranks, ...]``."""
         if self._work is not None:
-            self._work.wait()
+            if self._span is None:
+                self._work.wait()
+            else:
+                with self._span.waiting():
+                    self._work.wait()
+                self._span.done()
             self._work = None
         return self._result
 
@@ -57,9 +69,20 @@ class Collectives:
         if self._group is None:
             return Gathering(values[None], None)
         out = values.new_empty(self.size, *values.shape)
-        self._traffic.sent[name] += (self.size - 1) * values.numel() * values.element_size()
-        work = dist.all_gather_into_tensor(out.view(-1), values.contiguous().view(-1), group=self._group, async_op=True)
-        return Gathering(out, work)
+        sent = self._count(name, (self.size - 1) * values.nbytes)
+        span = LEDGER.span(name, "all_gather", sent, self._group.group_desc, self.size, values.device)
+        work = gather_into(out.view(-1), values.contiguous().view(-1), group=self._group, async_op=True)
+        return Gathering(out, work, span)
+
+    def reduce_scatter(self, name: str, values: Tensor) -> Tensor:
+        """The sum over ranks of this rank's part: ``[size, ...] -> [...]``."""
+        if self._group is None:
+            return values[0]
+        out = values.new_empty(values.shape[1:])
+        sent = self._count(name, (self.size - 1) * out.nbytes)
+        with LEDGER.blocking(name, "reduce_scatter", sent, self._group.group_desc, self.size, values.device):
+            scatter_into(out.view(-1), values.contiguous().view(-1), group=self._group)
+        return out
 
     def all_to_all(self, name: str, values: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
         """Give the first ``send[0]`` rows of ``values`` to the first rank, and so on; the result holds ``receive[r]`` rows from each rank ``r``."""
@@ -67,8 +90,9 @@ class Collectives:
             return values
         out = values.new_empty(sum(receive), *values.shape[1:])
         row = values[:1].numel() if values.shape[0] else values.new_empty(1, *values.shape[1:]).numel()
-        self._traffic.sent[name] += (sum(send) - send[self.rank]) * row * values.element_size()
-        dist.all_to_all_single(out, values.contiguous(), list(receive), list(send), group=self._group)
+        sent = self._count(name, (sum(send) - send[self.rank]) * row * values.element_size())
+        with LEDGER.blocking(name, "all_to_all", sent, self._group.group_desc, self.size, values.device):
+            dist.all_to_all_single(out, values.contiguous(), list(receive), list(send), group=self._group)
         return out
 
     def exchange_counts(self, name: str, counts: Tensor) -> list[list[int]]:
@@ -76,6 +100,11 @@ class Collectives:
         if self._group is None:
             return counts.tolist()
         out = torch.empty_like(counts)
-        self._traffic.sent[name] += (self.size - 1) * counts[0].numel() * counts.element_size()
-        dist.all_to_all_single(out, counts.contiguous(), group=self._group)
+        sent = self._count(name, (self.size - 1) * counts[0].nbytes)
+        with LEDGER.blocking(name, "all_to_all", sent, self._group.group_desc, self.size, counts.device):
+            dist.all_to_all_single(out, counts.contiguous(), group=self._group)
         return out.tolist()
+
+    def _count(self, name: str, sent: int) -> int:
+        self._traffic.sent[name] += sent
+        return sent

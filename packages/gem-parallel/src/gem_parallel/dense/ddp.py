@@ -6,9 +6,13 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from gem_core.spec import ParallelContext, RequestError
+from gem_parallel.comm.backends import set_environment
+from gem_parallel.dense.experts import placement_of
+from gem_parallel.mesh import device_mesh, layout_of
 
 _FORWARD_SYNC = "forward_sync_buffers" if "forward_sync_buffers" in signature(DistributedDataParallel.__init__).parameters else "broadcast_buffers"
 """torch 2.13 renamed the argument and warns about the old name."""
@@ -23,6 +27,8 @@ class DataParallel:
       without the search the others would wait for its gradients for ever, and a static graph would be wrong from the first such step on.
     - DDP talks over a process group of its own. Sharded tables exchange gradients in the same backward pass, and ranks that leave out different parts
       start their collectives in different orders.
+    - Experts that strategy ``experts`` has shared out are left to ``fully_shard`` with as many replicas as ranks hold them and one shard, which
+      averages their gradients over those ranks.
     """
 
     def __init__(self) -> None:
@@ -40,11 +46,25 @@ class DataParallel:
         if not dist.is_initialized():
             so = f"the run has {context.world} ranks and no process group"
             raise RequestError("strategy 'ddp'", so, "Start with torchrun, or call torch.distributed.init_process_group first.")
+        set_environment(context.device)
         group = dist.new_group()
+        self._replicate_experts(module, context)
         for buffer in module.buffers():  # DDP leaves them alone where it does not broadcast them in forward
             dist.broadcast(buffer, 0, group=group)
         words = {"process_group": group, "find_unused_parameters": True, "gradient_as_bucket_view": True, _FORWARD_SYNC: False}
         return DistributedDataParallel(module, **words)
+
+    def _replicate_experts(self, module: nn.Module, context: ParallelContext) -> None:
+        placement = placement_of(module)
+        if placement.degree == 1:
+            return
+        layout = layout_of(context.world, replicate=context.world // placement.degree, expert=placement.degree, asked="strategy 'ddp'")
+        mesh = device_mesh(layout, "dense", context.device)["dense_replicate", "dense_shard"]
+        for held in placement.ensembles:
+            for expert in held.experts:
+                fully_shard(expert, mesh=mesh, reshard_after_forward=False)
+        apart = [name for name, _ in module.named_parameters() if any(name.startswith(f"{held.name}.experts.") for held in placement.ensembles)]
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, apart)  # type: ignore[no-untyped-call]
 
     def describe(self) -> Mapping[str, Any]:
         return {"strategy": "ddp", "world": self._world}

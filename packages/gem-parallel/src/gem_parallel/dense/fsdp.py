@@ -1,15 +1,39 @@
 """Sharding of the dense part with torch's ``fully_shard``, over one or two dimensions of ranks."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from gem_core.spec import ParallelContext, RequestError
+from gem_core.spec import ParallelContext, RequestError, Topology
+from gem_parallel.comm.backends import Here, set_environment
+from gem_parallel.comm.collectives import Traffic
+from gem_parallel.comm.transport import GatherWeights, ScatterGradients, carrier_of
+from gem_parallel.dense.experts import Placement, placement_of
+from gem_parallel.mesh import device_mesh, layout_of
+
+BF16 = {"fp32": None, "bf16": torch.bfloat16}
+ROOT = "the rest"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Unit:
+    """Modules whose weights are gathered together: a block, the experts of a block that this rank holds, or the root."""
+
+    name: str
+    modules: list[nn.Module]
+    experts: bool = False
+
+    @property
+    def fsdp(self) -> Any:
+        """The module that has ``fully_shard``'s methods for the whole unit."""
+        return self.modules[0]
 
 
 class FullyShard:
@@ -17,44 +41,122 @@ class FullyShard:
 
     Weights are gathered before a block computes and its gradients are scattered after its backward, so at most the blocks at work are whole. With
     ``replicas`` the ranks form a grid: a shard group of neighbours holds the weights once, and gradients are also averaged over the groups (2-D
-    FSDP, or HSDP). Gradients are averages over all ranks, as in ``ddp``.
+    FSDP, or HSDP). Gradients are averages over all ranks, as in ``ddp``. Where strategy ``experts`` has shared experts out, a rank's experts are
+    sharded over those ranks of its shard group that hold them too, and all other weights over the whole shard group.
 
     Args:
         replicas: copies of the weights; the number of ranks is a multiple of it. 1 shards over all ranks.
         reshard: drop a block's weights after its forward and gather them again for backward. Without, they stay: more memory, half the gathers.
+        keep: patterns of names of blocks that keep their weights all the same.
+        prefetch: blocks gathered ahead of the one that computes.
+        payload: format of the weights between ranks, ``fp32`` or ``bf16``.
+        reduce_dtype: format in which gradients are summed between ranks.
+        comm: backend that carries the weights (``gem_parallel.comm.backends``).
+        reserved_sms: SMs that persistent kernels leave free.
+        multicast: whether NVLink multicast may be used.
     """
 
-    def __init__(self, *, replicas: int = 1, reshard: bool = True) -> None:
-        self._replicas, self._reshard = replicas, reshard
+    def __init__(
+        self,
+        *,
+        replicas: int = 1,
+        reshard: bool = True,
+        keep: Sequence[str] = (),
+        prefetch: int = 1,
+        payload: str = "fp32",
+        reduce_dtype: str = "fp32",
+        comm: str = "default",
+        reserved_sms: int | None = None,
+        multicast: bool = False,
+    ) -> None:
+        self._replicas, self._reshard, self._keep, self._prefetch = replicas, reshard, tuple(keep), prefetch
+        self._payload, self._reduce, self._comm = payload, reduce_dtype, comm
+        self._reserved, self._multicast = reserved_sms, multicast
+        self.traffic = Traffic()
         self._facts: dict[str, Any] = {"strategy": "fsdp", "replicas": replicas, "reshard": reshard, "world": 1, "blocks": []}
+        self._facts |= {"payload": payload, "reduce_dtype": reduce_dtype, "comm": comm, "prefetch": prefetch, "kept": []}
 
     def apply(self, module: nn.Module, context: ParallelContext) -> nn.Module:
         """``module`` itself, its parameters sharded in place; in a single process as it is.
 
         Raises:
-            RequestError: the ranks cannot be divided, or there is no process group.
+            RequestError: the ranks cannot be divided, a pattern names no block, or there is no process group.
+            MachineError: the communication backend does not work here.
         """
         self._facts["world"] = context.world
-        if context.world % self._replicas:
-            fits = ", ".join(str(n) for n in range(1, context.world + 1) if context.world % n == 0)
-            so = f"{context.world} ranks cannot be divided by it"
-            raise RequestError(f"strategy 'fsdp' with replicas = {self._replicas}", so, f"Choose one of {fits}.")
+        placement = placement_of(module)
+        layout = layout_of(context.world, replicate=self._replicas, expert=placement.degree, asked="strategy 'fsdp'")
+        units = list(units_of(module, placement))
+        self._check_patterns([unit.name for unit in units if unit.name != ROOT])
+        set_environment(context.device, multicast=self._multicast, reserved_sms=self._reserved)
         if context.world == 1:
             return module
         if not dist.is_initialized():
             so = f"the run has {context.world} ranks and no process group"
             raise RequestError("strategy 'fsdp'", so, "Start with torchrun, or call torch.distributed.init_process_group first.")
-        shards = context.world // self._replicas
-        grid = init_device_mesh(torch.device(context.device).type, (self._replicas, shards), mesh_dim_names=("dense_replicate", "dense_shard"))
-        mesh = grid if self._replicas > 1 else grid["dense_shard"]
-        for name, block in blocks(module):
-            fully_shard(block, mesh=mesh, reshard_after_forward=self._reshard)
-            self._facts["blocks"].append(name)
-        fully_shard(module, mesh=mesh, reshard_after_forward=False)  # what is in no block is needed at both ends of the step
+        meshes = {False: device_mesh(layout, "weights", context.device)}
+        if placement.degree > 1:
+            meshes[True] = device_mesh(layout, "dense", context.device)["dense_replicate", "dense_shard"]
+        carriers = {experts: self._carrier(mesh, context) for experts, mesh in meshes.items()}
+        for unit in units:
+            self._shard(unit, meshes[unit.experts], carriers[unit.experts], placement)
+        set_prefetch(module, units, self._prefetch)
         return module
+
+    def _check_patterns(self, names: Sequence[str]) -> None:
+        for pattern in self._keep:
+            if not any(fnmatchcase(name, pattern) for name in names):
+                raise RequestError(f"strategy 'fsdp' with keep = {pattern!r}", f"no block has such a name; there are {', '.join(names)}", "Name one.")
+
+    def _carrier(self, mesh: DeviceMesh, context: ParallelContext) -> Any:
+        group = mesh.get_group("dense_shard")
+        return carrier_of(self._comm, group, here(context.device, group, context.topology))
+
+    def _shard(self, unit: Unit, mesh: DeviceMesh, carrier: Any, placement: Placement) -> None:
+        replicas = mesh.size(0)
+        kept = any(fnmatchcase(unit.name, pattern) for pattern in self._keep)
+        words: dict[str, Any] = {
+            "mesh": mesh if replicas > 1 else mesh["dense_shard"],
+            "reshard_after_forward": self._reshard and not kept and unit.name != ROOT,  # the root is needed at both ends of the step
+            "mp_policy": MixedPrecisionPolicy(reduce_dtype=BF16[self._reduce], cast_forward_inputs=False),
+            "ignored_params": placement.absent,
+        }
+        fully_shard(unit.modules if len(unit.modules) > 1 else unit.modules[0], **words)
+        scatter = ScatterGradients(unit.name, self.traffic, replicas)
+        unit.fsdp.set_custom_all_gather(GatherWeights(unit.name, self.traffic, carrier, BF16[self._payload]))
+        unit.fsdp.set_custom_reduce_scatter(scatter)
+        if replicas > 1:
+            unit.fsdp.set_all_reduce_hook(scatter.replicas_reduced)
+        if unit.name != ROOT:
+            self._facts["blocks"].append(unit.name)
+        if kept:
+            self._facts["kept"].append(unit.name)
 
     def describe(self) -> Mapping[str, Any]:
         return self._facts
+
+
+def here(device: str, group: dist.ProcessGroup, topology: Topology) -> Here:
+    """What communication backends may depend on, for one group."""
+    kind, ranks = torch.device(device).type, dist.get_process_group_ranks(group)
+    local = topology.tiers[0].size if topology.tiers else dist.get_world_size()
+    hosts = {rank // local for rank in ranks}
+    peers = kind == "cuda" and all(
+        torch.cuda.can_device_access_peer(torch.cuda.current_device(), rank % local) for rank in ranks if rank != dist.get_rank() and len(hosts) == 1
+    )
+    return Here(device=kind, ranks=len(ranks), local=len(ranks) if len(hosts) == 1 else local, peer_access=peers)
+
+
+def units_of(module: nn.Module, placement: Placement) -> Iterator[Unit]:
+    """The units in the order in which they must be sharded: experts before the block that they are in, the root last."""
+    left = {f"{held.name}.experts": held.experts for held in placement.ensembles}
+    for name, block in blocks(module):
+        for inner in [inner for inner in left if inner.startswith(f"{name}.")]:
+            yield Unit(name=inner, modules=left.pop(inner), experts=True)
+        yield Unit(name=name, modules=[block])
+    for inner, experts in left.items():
+        yield Unit(name=inner, modules=experts, experts=True)
+    yield Unit(name=ROOT, modules=[module])
 
 
 def blocks(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -64,3 +166,23 @@ def blocks(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             for index, block in enumerate(child):
                 if any(True for _ in block.parameters()):
                     yield f"{name}.{index}", block
+
+
+def set_prefetch(module: nn.Module, units: Sequence[Unit], ahead: int) -> None:
+    """Gather the next ``ahead`` units while one computes. A block begins before the experts in it, forward and backward."""
+    if ahead == 0:
+        return
+    order: list[list[Unit]] = []  # a block, then its experts
+    experts: list[Unit] = []
+    for unit in units:
+        if unit.experts:
+            experts.append(unit)
+        elif unit.name != ROOT:
+            order.append([unit, *experts])
+            experts = []
+    order.append(experts)  # of ensembles in no block
+    forward = [unit for group in order for unit in group]
+    backward = [unit for group in reversed(order) for unit in group]
+    for turn, setter in ((forward, "set_modules_to_forward_prefetch"), (backward, "set_modules_to_backward_prefetch")):
+        for i, unit in enumerate(turn):
+            getattr(unit.fsdp, setter)([following.fsdp for following in turn[i + 1 : i + 1 + ahead]])

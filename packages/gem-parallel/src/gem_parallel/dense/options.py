@@ -1,6 +1,21 @@
 """``[parallel.options.NAME]`` of the dense strategies."""
 
+from typing import Literal
+
 from pydantic import BaseModel, ConfigDict, Field
+
+from gem_parallel.comm.backends import BackendName
+
+Wire = Literal["fp32", "bf16"]
+
+
+class ExpertOptions(BaseModel):
+    """Options of ``experts``."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    degree: int = Field(ge=1, strict=True)
+    """Neighbouring ranks that share out the experts of an ensemble; the number of ranks and that of the experts are multiples of it."""
 
 
 class FsdpOptions(BaseModel):
@@ -12,3 +27,17 @@ class FsdpOptions(BaseModel):
     """Copies of the weights; the number of ranks is a multiple of it. 1 shards over all ranks."""
     reshard: bool = True
     """Drop a block's weights after its forward and gather them again for backward."""
+    keep: tuple[str, ...] = ()
+    """Blocks that keep their weights although ``reshard`` is on, by name; ``*`` and ``?`` as in a shell."""
+    prefetch: int = Field(default=1, ge=0, strict=True)
+    """Blocks gathered ahead of the one that computes, in the model's order and, backward, in its reverse; 0 leaves the order to torch."""
+    payload: Wire = "fp32"
+    """Format of weights between ranks. ``bf16`` halves their bytes; what computes is float32 rounded to bf16."""
+    reduce_dtype: Wire = "fp32"
+    """Format in which gradients are summed between ranks."""
+    comm: BackendName = "default"
+    """What carries the weights: ``default`` (NCCL or gloo), ``low_cta`` (NCCL in few blocks), ``copy_engine`` (no SMs)."""
+    reserved_sms: int | None = Field(default=None, ge=0, strict=True)
+    """SMs that persistent kernels leave free for collectives (``GEM_RESERVED_SMS``); None leaves the environment as it is."""
+    multicast: bool = False
+    """Let NCCL use NVLink multicast. Where it goes wrong it can take the GPUs of a host out of service."""

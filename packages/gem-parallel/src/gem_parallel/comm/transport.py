@@ -1,0 +1,154 @@
+"""How the weights and gradients of ``fully_shard`` travel: the hooks that it calls in place of its own collectives."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gem_parallel.comm.backends import LOW_CTAS, Here, require
+from gem_parallel.comm.collectives import Traffic, gather_into, scatter_into
+from gem_parallel.comm.ledger import LEDGER
+
+Carrier = Any
+"""``carrier(output, input)``: the all-gather of a backend, on the current stream."""
+
+
+class NcclGather:
+    """torch's all-gather over a process group: NCCL or gloo."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+
+    def __call__(self, output: Tensor, own: Tensor) -> None:
+        gather_into(output, own, group=self.group)
+
+
+class CopyEngineGather:
+    """An all-gather by copies between GPUs: each rank puts its part into symmetric memory and reads the others' parts. No SM moves data.
+
+    Two barriers, of one thread block each, order the copies: parts are complete before they are read, and read before they are overwritten.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+
+    def __call__(self, output: Tensor, own: Tensor) -> None:
+        from torch.distributed._symmetric_memory import get_symm_mem_workspace
+
+        shared: Any = get_symm_mem_workspace(self.group.group_name, own.nbytes)
+        parts = output.chunk(shared.world_size)
+        shared.get_buffer(shared.rank, own.shape, own.dtype).copy_(own)
+        shared.barrier()
+        for step in range(1, shared.world_size):
+            peer = (shared.rank + step) % shared.world_size
+            parts[peer].copy_(shared.get_buffer(peer, own.shape, own.dtype))
+        if parts[shared.rank].data_ptr() != own.data_ptr():
+            parts[shared.rank].copy_(own)
+        shared.barrier()
+
+
+def carrier_of(backend: str, group: dist.ProcessGroup, here: Here) -> Carrier:
+    """The all-gather of a backend over the ranks of ``group``. Collective over all ranks.
+
+    Raises:
+        MachineError: the backend does not work here.
+    """
+    require(backend, here)
+    if backend == "low_cta":
+        return NcclGather(few_blocks(group, LOW_CTAS))
+    return CopyEngineGather(group) if backend == "copy_engine" else NcclGather(group)
+
+
+def few_blocks(group: dist.ProcessGroup, ctas: int) -> dist.ProcessGroup:
+    """A communicator over the same ranks that runs in at most ``ctas`` thread blocks. Collective over all ranks."""
+    options: Any = dist.ProcessGroupNCCL.Options()
+    options.config.min_ctas, options.config.max_ctas, options.config.cga_cluster_size = 1, ctas, 0
+    own = dist.get_process_group_ranks(group)
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, own)
+    made: dist.ProcessGroup | None = None
+    for ranks in sorted({tuple(ranks) for ranks in every}):
+        found = dist.new_group(list(ranks), backend="nccl", pg_options=options, group_desc=f"{group.group_desc}, {ctas} blocks")
+        if ranks == tuple(own):
+            made = found
+    assert made is not None
+    return made
+
+
+class _Recorded:
+    """What both hooks have in common.
+
+    Args:
+        name: of the block whose weights travel.
+        traffic: where bytes are counted.
+    """
+
+    def __init__(self, name: str, traffic: Traffic) -> None:
+        self._name, self._traffic = name, traffic
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory for a collective, from torch's allocator."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class GatherWeights(_Recorded):
+    """The all-gather of a block's weights.
+
+    Args:
+        carrier: the backend's all-gather.
+        payload: the format on the wire; weights are rounded to it and widened again on arrival. None sends them as they are.
+    """
+
+    def __init__(self, name: str, traffic: Traffic, carrier: Carrier, payload: torch.dtype | None) -> None:
+        super().__init__(name, traffic)
+        self._carrier, self._payload = carrier, payload
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False) -> None:
+        narrow = self._payload if self._payload is not None and self._payload.itemsize < input_tensor.element_size() else None
+        own = input_tensor if narrow is None else input_tensor.to(narrow)
+        target = output_tensor if narrow is None else output_tensor.new_empty(output_tensor.shape, dtype=narrow)
+        ranks = group.size()
+        sent = (ranks - 1) * own.nbytes
+        self._traffic.sent["dense: weights"] += sent
+        name = f"dense: weights of {self._name}"
+        with LEDGER.blocking(name, "all_gather", sent, group.group_desc, ranks, own.device, stream="weights"):
+            self._carrier(target, own)
+            if narrow is not None:
+                output_tensor.copy_(target)
+
+
+class ScatterGradients(_Recorded):
+    """The reduce-scatter of a block's gradients, and the count of their all-reduce over replicas, which ``fully_shard`` issues itself.
+
+    Args:
+        replicas: ranks of the all-reduce.
+    """
+
+    def __init__(self, name: str, traffic: Traffic, replicas: int) -> None:
+        super().__init__(name, traffic)
+        self._replicas = replicas
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False) -> dist.Work | None:
+        ranks = group.size()
+        sent = (ranks - 1) * output_tensor.nbytes
+        self._traffic.sent["dense: gradients"] += sent
+        name = f"dense: gradients of {self._name}"
+        with LEDGER.blocking(name, "reduce_scatter", sent, group.group_desc, ranks, input_tensor.device, stream="gradients"):
+            work = scatter_into(output_tensor, input_tensor, group=group, op=op, async_op=async_op)
+        return work  # type: ignore[no-any-return]
+
+    def replicas_reduced(self, gradients: Tensor) -> None:
+        """Called after the all-reduce of a shard's gradients over the replicas."""
+        sent = all_reduce_bytes(gradients.nbytes, self._replicas)
+        self._traffic.sent["dense: gradients between replicas"] += sent
+        name = f"dense: gradients of {self._name} between replicas"
+        with LEDGER.blocking(name, "all_reduce", sent, "dense_replicate", self._replicas, gradients.device, stream="gradients"):
+            pass
+
+
+def all_reduce_bytes(size: int, ranks: int) -> int:
+    """Bytes that each rank sends in a ring all-reduce of ``size`` bytes: a reduce-scatter and an all-gather, in parts of equal size."""
+    return 2 * (ranks - 1) * math.ceil(size / ranks)
