@@ -49,12 +49,28 @@ LAYOUTS: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
     "adam": {"torch": ("torch", {}), "sharded_2d": ("sharded_2d", {})},
 }
 """Layouts by optimiser. fbgemm has Adam on CUDA only, and columns apart with row-wise AdaGrad would need several states a row."""
+HOST_ROWS = {"sharding": "table_wise", "tables": ({"pattern": "user*", "sharding": "table_row_wise"},)}
+CUDA_LAYOUTS: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
+    "rowwise_adagrad": {
+        "table_row_wise": ("torchrec", HOST_ROWS),
+        "uvm": ("torchrec", {"sharding": "table_wise", "memory": "uvm"}),
+        "uvm_cached": ("torchrec", {"sharding": "table_wise", "memory": "uvm_cached"}),
+    },
+    "sgd": {"grid": ("torchrec", {"sharding": "table_wise", "tables": ({"pattern": "user*", "sharding": "grid"},)})},
+    "adam": {"table_wise": ("torchrec", {"sharding": "table_wise"}), "column_wise": ("torchrec", COLUMNS)},
+}
+"""What is there on GPUs beside ``LAYOUTS``."""
 
 
-def build(rule: str, layout: str, world: int) -> Embeddings:
-    engine, options = LAYOUTS[rule][layout]
+def layouts_of(rule: str, device: str) -> dict[str, tuple[str, dict[str, Any]]]:
+    """The layouts of an optimiser that the device has."""
+    return LAYOUTS[rule] | (CUDA_LAYOUTS[rule] if device == "cuda" else {})
+
+
+def build(rule: str, layout: str, world: int, device: str) -> Embeddings:
+    engine, options = layouts_of(rule, device)[layout]
     options = {key: value for key, value in options.items() if key != "replicas" or world % value == 0}
-    made: Embeddings = load_object(ENGINES[engine])(TABLES, SparseOptimizer(name=rule), device="cpu", seed=world, **options)
+    made: Embeddings = load_object(ENGINES[engine])(TABLES, SparseOptimizer(name=rule), device=device, seed=world, **options)
     return made
 
 
@@ -70,25 +86,25 @@ def box(piece: Any) -> tuple[slice, ...]:
     return tuple(slice(first, first + n) for first, n in zip((piece.start, piece.column), piece.tensor.shape))
 
 
-def save_all(folder: Path, rank: int, world: int) -> None:
-    for rule, layouts in LAYOUTS.items():
+def save_all(folder: Path, rank: int, world: int, device: str) -> None:
+    for rule in LAYOUTS:
         values = whole(rule)
-        for layout in layouts:
-            engine = build(rule, layout, world)
+        for layout in layouts_of(rule, device):
+            engine = build(rule, layout, world, device)
             for piece in engine.table_slices():
                 piece.tensor.copy_(values[f"tables/{piece.table}/{piece.name}"][box(piece)])
             pieces = table_pieces([piece for piece in engine.table_slices() if piece.saves])
             assert layout != "torch" or bool(pieces) == (rank == 0), "every rank keeps the whole tables; one saves them"
             content = Content(step=1, pieces=pieces, trainer={"updates": UPDATES}, about={})
-            write_checkpoint(folder / rule / f"{layout} on {world}", content, keep=1, rank=rank)
+            write_checkpoint(folder / rule / f"{layout} on {world}{'' if device == 'cpu' else ' GPUs'}", content, keep=1, rank=rank)
 
 
-def load_all(folder: Path, rank: int, world: int) -> None:
+def load_all(folder: Path, rank: int, world: int, device: str) -> None:
     """Every checkpoint into every layout; each rank compares what it keeps, to the bit."""
-    for rule, layouts in LAYOUTS.items():
+    for rule in LAYOUTS:
         values = whole(rule)
-        for layout in layouts:
-            engine = build(rule, layout, world)
+        for layout in layouts_of(rule, device):
+            engine = build(rule, layout, world, device)
             for path in sorted((folder / rule).iterdir()):
                 for piece in engine.table_slices():
                     piece.tensor.fill_(torch.nan)
@@ -118,12 +134,12 @@ def dense_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[st
     return model_tensors(model) | optimizer_tensors(model, optimizer)
 
 
-def save_dense(folder: Path, rank: int, world: int) -> None:
+def save_dense(folder: Path, rank: int, world: int, device: str) -> None:
     pieces = dense_pieces(dense_tensors(*dense(world, seed=1)), leads=rank == 0)
     write_checkpoint(folder / f"dense{world}", Content(step=1, pieces=pieces, trainer={}, about={}), keep=1, rank=rank)
 
 
-def load_dense(folder: Path, rank: int, world: int) -> None:
+def load_dense(folder: Path, rank: int, world: int, device: str) -> None:
     """The checkpoints of 1, 2 and 4 ranks into a model that stands elsewhere; whole tensors equal the saved ones to the bit."""
     for path in sorted(folder.glob("dense*")):
         saved = find_checkpoint(path / "step-1")
@@ -137,10 +153,10 @@ def load_dense(folder: Path, rank: int, world: int) -> None:
             assert torch.equal(whole, saved.tensor(name)), f"{path.name} on {world}: {name}, rank {rank}"
 
 
-def save_spoiled(folder: Path, rank: int, world: int) -> None:
+def save_spoiled(folder: Path, rank: int, world: int, device: str) -> None:
     """The last rank's rows hold a NaN: every rank learns of it from the next save, and nothing is published."""
     saver = Saver(folder / "spoiled", World(rank, world), keep=2, told=lambda step, path: None)
-    engine = build("sgd", "sharded_2d", world)
+    engine = build("sgd", "sharded_2d", world, device)
 
     def content(step: int) -> Content:
         return Content(step=step, pieces=table_pieces(engine.table_slices()), trainer={}, about={})
@@ -161,8 +177,8 @@ WORK = {"save": save_all, "load": load_all, "save_dense": save_dense, "load_dens
 _port = itertools.count(1)
 
 
-def run(work: str, world: int, folder: Path) -> None:
-    """Do one of ``WORK`` on so many ranks, which a fork server starts.
+def run(work: str, world: int, folder: Path, device: str = "cpu") -> None:
+    """Do one of ``WORK`` on so many ranks, which a fork server starts; with ``cuda`` each has a GPU of its own.
 
     Raises:
         AssertionError: a rank failed or hung; what it wrote is shown.
@@ -171,7 +187,7 @@ def run(work: str, world: int, folder: Path) -> None:
     context.set_forkserver_preload(["ranks_checkpoint", "torch._dynamo", "gem_parallel.sparse.engine", "gem_parallel.sparse.sharded2d"])
     store = folder / f"store{next(_port)}"
     errors = [folder / f"error{rank}.txt" for rank in range(world)]
-    processes = [context.Process(target=_rank, args=(work, rank, world, folder, store, errors[rank])) for rank in range(world)]
+    processes = [context.Process(target=_rank, args=(work, rank, world, folder, store, errors[rank], device)) for rank in range(world)]
     for process in processes:
         process.start()
     for process in processes:
@@ -182,13 +198,16 @@ def run(work: str, world: int, folder: Path) -> None:
     assert codes == [0] * world, "\n".join(path.read_text()[-3000:] for path in errors if path.exists())
 
 
-def _rank(work: str, rank: int, world: int, folder: Path, store: Path, error: Path) -> None:
+def _rank(work: str, rank: int, world: int, folder: Path, store: Path, error: Path, device: str) -> None:
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world)}
     torch.set_num_threads(1)
     try:
+        if device == "cuda":
+            torch.cuda.set_device(rank)
         if world > 1:
-            dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=60))
-        WORK[work](folder, rank, world)
+            backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
+            dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=60))
+        WORK[work](folder, rank, world, device)
         if world > 1:
             dist.barrier()
     except BaseException:

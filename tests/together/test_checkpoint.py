@@ -42,7 +42,7 @@ def test_planted_fault_a_wrong_row_is_seen(saved: Path, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(ranks_checkpoint, "whole", other)
     with pytest.raises(AssertionError, match="item weight"):
-        ranks_checkpoint.load_all(saved, 0, 1)
+        ranks_checkpoint.load_all(saved, 0, 1, "cpu")
 
 
 def test_case_E02_dense_weights_and_optimiser_move_between_shardings(tmp_path: Path) -> None:

@@ -1,4 +1,6 @@
-"""Run by test_ranks.py and test_layouts.py, once for each rank: sharded tables, and on two ranks dense layers beside them; saves what came out.
+"""Run by test_ranks.py, test_layouts.py and test_ahead.py, once for each rank; saves what came out.
+
+Sharded tables, and on two ranks dense layers beside them.
 
 usage: ranks_sharded.py FOLDER RANK WORLD
 """
@@ -9,6 +11,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import ranks_ahead
 import torch
 import torch.distributed as dist
 from rank_batches import STEPS, TABLES, global_rows, pack, share, torch_engine, train
@@ -211,6 +214,7 @@ def main(folder: Path, rank: int, world: int) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world, timeout=timedelta(seconds=100))
     saved: dict[str, Any] = {"layouts": layouts(folder, rank, world)}
     saved["measured"] = measured(rank, world)
+    saved["ahead"] = ranks_ahead.everything(rank, world)
     if world == 2:
         saved |= whole(rank, world)
     torch.save(saved, folder / f"rank{rank}.pt")

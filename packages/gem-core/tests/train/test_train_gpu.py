@@ -1,16 +1,27 @@
 """The trainer on a CUDA device: the curve of the CPU, resuming, and figures against the vendor's peak."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import gem_train_fakes
 import pytest
 import torch
 
+from gem_core.builtin.embedding import TorchEmbeddings
+from gem_core.builtin.precision import Fp32
 from gem_core.config.load import LoadedConfig
+from gem_core.spec import SparseOptimizer
+from gem_core.train import ahead
 from gem_core.train.checkpoint.saved import find_checkpoint
 from gem_core.train.efficiency import peak_of
+from gem_core.train.feed import Feed
 from gem_core.train.log import read_log
+from gem_core.train.metrics import StreamMetrics
 from gem_core.train.run import evaluate_run, train
+from gem_core.train.step import Learner, train_step
+from gem_core.train.world import World
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -75,3 +86,74 @@ def test_case_E13_a_copy_beside_training_is_that_of_the_moment(tmp_path: Path) -
     for step in range(1, 4):
         saved = find_checkpoint(tmp_path / "checkpoints" / f"step-{step}")
         assert all(bool((saved.tensor(name) == step).all()) for name in live)
+
+
+# ---- one batch ahead, on a stream of its own ----------------------------------------------------------------------------------------------
+
+GPU = World(device=torch.device("cuda", 0))
+REPEATS = 100
+
+
+class Late(TorchEmbeddings):
+    """Ids that arrive milliseconds after they were sent, in memory that holds row 0 until then."""
+
+    def prefetch(self, ids: Any) -> Any:
+        if not hasattr(self, "memory"):
+            self.memory = [torch.zeros_like(ids.values) for _ in range(REPEATS)]
+            torch.cuda.synchronize()
+        arrived = self.memory.pop()
+        torch.cuda._sleep(4_000_000)
+        return replace(ids, values=arrived.copy_(ids.values))
+
+
+def curve(engine: type[TorchEmbeddings]) -> list[float]:
+    """Losses of ``REPEATS`` steps on batches of equal size."""
+    torch.manual_seed(7)
+    source = gem_train_fakes.FakeSource(rows=16 * REPEATS)
+    schema, options = source.schema(), gem_train_fakes.ProbeOptions()
+    model = gem_train_fakes.Probe(schema, options).to(GPU.device)
+    learner = Learner(
+        world=GPU,
+        tasks=schema.tasks,
+        model=model,
+        dense=model,
+        embeddings=engine(gem_train_fakes.Probe.tables(schema, options), SparseOptimizer(lr=0.1), device=GPU.device, seed=3),
+        precision=Fp32(),
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        dense_lr=0.1,
+        sparse_lr=0.1,
+        clip_norm=1.0,
+        average=None,
+        stream=StreamMetrics(schema.tasks, GPU.device),
+    )
+    feed = Feed(source.batches("train", batch_size=16), GPU, schema, flops=lambda batch: 0)
+    return [train_step(learner, work, step=1, lr_factor=1.0, following=feed.peek).loss for work in feed]
+
+
+def test_case_F14_ids_that_arrive_late_on_another_stream_are_waited_for() -> None:
+    assert curve(Late) == pytest.approx(curve(TorchEmbeddings), rel=CURVE)
+
+
+def test_planted_fault_case_F14_without_the_wait_other_rows_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    want = curve(TorchEmbeddings)
+
+    class Deaf(torch.cuda.Stream):
+        """A stream that nobody waits for."""
+
+    waits = torch.cuda.Stream.wait_stream
+    monkeypatch.setattr(ahead.torch.cuda, "Stream", Deaf)
+    monkeypatch.setattr(torch.cuda.streams.Stream, "wait_stream", lambda self, other: None if isinstance(other, Deaf) else waits(self, other))
+    assert curve(Late) != pytest.approx(want, rel=CURVE)
+
+
+def test_reading_the_loss_late_does_not_wait_for_what_was_queued_after_it() -> None:
+    """The forward pass is short, then the GPU is busy for a long time: the loss is there first."""
+    from gem_core.train.step import _Told
+
+    loss = torch.full((), 3.0, device="cuda")
+    told, end = _Told(loss), torch.cuda.Event()
+    torch.cuda._sleep(400_000_000)
+    end.record()
+    assert told.value() == 3.0
+    assert not end.query()
+    torch.cuda.synchronize()
