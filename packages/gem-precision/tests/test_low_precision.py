@@ -8,13 +8,14 @@ from pydantic import ValidationError
 from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from gem_core.ops.slot import KernelSlot
+from gem_core.ops.slot import KernelSlot, bind_kernels
 from gem_core.spec import RequestError, load_object
 from gem_precision.islands import is_island
 from gem_precision.linear import rule_of
 from gem_precision.options import LowPrecisionOptions
 from gem_precision.plugin import gem_precision_recipes
-from gem_precision.recipes.low_precision import PRESETS, LowPrecision
+from gem_precision.presets import PRESETS
+from gem_precision.recipes.low_precision import LowPrecision
 
 LOW = [name for name in PRESETS if name != "fp8_naive"]
 
@@ -72,6 +73,62 @@ def test_the_weights_of_a_layer_that_a_kernel_reads_are_not_lowered(mixed: Mixed
     decided = {d.module: d for d in LowPrecision("mxfp8", islands=["heads"], small=0).prepare(mixed, "cuda")}
     assert rule_of(mixed.fused.linear) is None
     assert "handed to a kernel" in decided["fused.linear"].reason
+
+
+class NormLinear(nn.Module):
+    """Owns the matrix that it hands to a kernel."""
+
+    def __init__(self, dim: int, out: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(out, dim))
+        self.slot = KernelSlot("norm_linear", features=("rms", "before"))
+
+
+class Attends(nn.Module):
+    """Attention with wide heads and with narrow ones, behind a fused norm and in a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.narrow = (KernelSlot("jagged_attention", head_dim=dim) for dim in (128, 64))
+        self.fused, self.move = NormLinear(128, 256), KernelSlot("jagged_concat")
+        self.heads = nn.ModuleDict({"attend": Slotted()})
+
+
+class Slotted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.slot = KernelSlot("gdpa", head_dim=128)
+
+
+def asked(model: nn.Module) -> dict[str, str | None]:
+    return {f"{name}.{key}": v.asked for name, m in model.named_modules() for key, v in vars(m).items() if isinstance(v, KernelSlot)}
+
+
+def test_attention_and_fused_matmuls_ask_for_the_kernels_of_the_recipe() -> None:
+    model = Attends()
+    decided = {d.module: d for d in LowPrecision("mxfp8").prepare(model, "cuda")}
+    low = "mxfp8_emulated"
+    assert asked(model) == {".wide": low, ".narrow": None, ".move": None, "fused.slot": low, "heads.attend.slot": None}
+    assert (decided["model.wide"].format, decided["fused"].format) == ("mxfp8_e4m3", "mxfp8_e4m3")
+    assert decided["model.narrow"].reason == "heads 64 wide: under 128"
+    assert decided["model.narrow"].format == "bf16"
+    assert "last layers" in decided["heads.attend.slot"].reason
+    assert decided["heads.attend.slot"].format == "fp32"
+    assert "model.move" not in decided
+    bound = bind_kernels(model, device="cpu", dtype="bf16", arch=None, backward=True)
+    assert [choice.backend for choice in bound] == [low, "reference", "reference", low, "reference"]
+
+
+def test_attention_stays_high_where_that_is_asked_or_the_recipe_is_for_mlps() -> None:
+    for preset, options in (("mxfp8", {"attention": False}), ("mxfp4_mlp", {})):
+        model = Attends()
+        decided = {d.module: d for d in LowPrecision(preset, **options).prepare(model, "cuda")}
+        assert asked(model)[".wide"] is None
+        assert "attention" in decided["model.wide"].reason
+        assert asked(model)["fused.slot"] == f"{preset}_emulated"
+    model = Attends()
+    LowPrecision("mxfp8", high=["fused"]).prepare(model, "cuda")
+    assert asked(model)["fused.slot"] is None
 
 
 def test_the_naive_recipe_spares_nothing(mixed: Mixed) -> None:

@@ -98,7 +98,7 @@ def test_binding_chooses_once_for_each_slot():
     model = Model()
     with fake_host():
         chosen = bind_kernels(model, device="cpu", dtype="fp32", arch=None, backward=True)
-    assert chosen == {"gdpa": "reference", "pooled_attention": "reference"}
+    assert [(choice.request.op, choice.backend) for choice in chosen] == [("gdpa", "reference"), ("pooled_attention", "reference")] * 2
     assert {slot.backend for slot in kernel_slots(model)} == {"reference"}
 
 
@@ -106,7 +106,7 @@ def test_binding_follows_the_policy_and_names_both_backends_of_one_op():
     model = Model()
     with fake_host(acme()), fake_module("acme_kernels", gdpa=sevens), policy_scope(KernelPolicy(prefer=("acme", "reference"))):
         chosen = bind_kernels(model, device="cpu", dtype="fp32", arch=None, backward=True)
-    assert chosen == {"gdpa": "acme+reference", "pooled_attention": "reference"}
+    assert [choice.backend for choice in chosen] == ["acme", "reference", "reference", "reference"]
     assert [layer.attend.backend for layer in model.layers] == ["acme", "reference"]
 
 
@@ -121,6 +121,20 @@ def test_nothing_is_bound_when_one_slot_finds_no_kernel():
     ):
         bind_kernels(model, device="cpu", dtype="fp32", arch=None, backward=True)
     assert all(slot.backend is None for slot in kernel_slots(model))
+
+
+def test_a_slot_takes_the_backend_it_is_asked_to_take_and_contradictions_are_refused():
+    model, where = Model(), {"device": "cpu", "dtype": "fp32", "arch": None, "backward": True}
+    first, second = (layer.attend for layer in model.layers)
+    first.asked = "acme"
+    with fake_host(acme()), fake_module("acme_kernels", gdpa=sevens):
+        chosen = bind_kernels(model, **where)
+        assert (first.backend, second.backend) == ("acme", "reference")
+        assert chosen[0].rule == "the precision recipe"
+        with policy_scope(KernelPolicy(use={"gdpa": "acme"})), pytest.raises(KernelUnavailable, match="does not support window"):
+            bind_kernels(model, **where)
+        with policy_scope(KernelPolicy(use={"gdpa": "reference"})), pytest.raises(RequestError, match="the precision recipe asks for 'acme'"):
+            bind_kernels(model, **where)
 
 
 def test_a_compiled_region_holds_the_direct_call(call, monkeypatch):

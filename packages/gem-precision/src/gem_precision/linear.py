@@ -16,6 +16,8 @@ from torch.autograd.function import once_differentiable
 from gem_precision.formats import Format, Quantized, quantize
 from gem_precision.hadamard import WIDTH, rotate
 
+Watch = Callable[[str, Tensor, Quantized], None]
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LinearRule:
@@ -56,13 +58,19 @@ class LowForward:
 
     def __init__(self, module: nn.Linear, rule: LinearRule) -> None:
         self.module, self.rule = module, rule
-        self.watch: Callable[[str, Tensor, Quantized], None] | None = None
+        self.watch: Watch | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
         with torch.autocast(x.device.type, enabled=False):
-            out: Tensor = _Linear.apply(x.reshape(-1, x.shape[-1]), self.module.weight, self.rule, self.watch)  # type: ignore[no-untyped-call]
+            out = low_linear(x, self.module.weight, self.rule, self.watch)
             out = out if self.module.bias is None else out + self.module.bias
-        return out.to(_asked_dtype(x)).reshape(*x.shape[:-1], out.shape[-1])
+        return out.to(_asked_dtype(x))
+
+
+def low_linear(x: Tensor, weight: Tensor, rule: LinearRule, watch: Watch | None = None) -> Tensor:
+    """``x weight^T`` under a rule: ``[..., in]`` and ``[out, in]`` to ``[..., out]`` float32."""
+    flat: Tensor = _Linear.apply(x.reshape(-1, x.shape[-1]), weight, rule, watch)  # type: ignore[no-untyped-call]
+    return flat.reshape(*x.shape[:-1], weight.shape[0])
 
 
 class _Linear(torch.autograd.Function):
@@ -100,7 +108,7 @@ def _pair(left: Tensor, right: Tensor, rule: LinearRule) -> tuple[Tensor, Tensor
     return rotate(left, rule.hadamard), rotate(right, rule.hadamard)
 
 
-def _low(role: str, x: Tensor, form: Format, rule: LinearRule, watch: Callable[[str, Tensor, Quantized], None] | None) -> Tensor:
+def _low(role: str, x: Tensor, form: Format, rule: LinearRule, watch: Watch | None) -> Tensor:
     quantized = quantize(x, form, rounding="stochastic" if role == "grads" and rule.stochastic else "nearest")
     if watch is not None:
         watch(role, x, quantized)

@@ -30,7 +30,10 @@ class LowPrecisionOptions(BaseModel):
     islands: tuple[Pattern, ...] | None = None
     """Names of modules that stay in float32, as in ``bf16_islands``. Replaces the default names."""
     small: int | None = Field(default=None, ge=0)
-    """Linear layers with fewer inputs or outputs than this stay in bfloat16; by default 128, and 0 for ``fp8_naive``."""
+    """Linear layers with fewer inputs or outputs than this, and attention with narrower heads, stay in bfloat16; by default 128, and 0 for
+    ``fp8_naive``."""
+    attention: bool | None = None
+    """Whether the products of attention are low too; by default yes, and no for ``mxfp4_mlp``."""
     weight_grad: Literal["low", "high"] | None = None
     """Whether weight gradients are computed from rounded operands; by default low, and high for ``mxfp4_mlp``."""
     stochastic: bool = False

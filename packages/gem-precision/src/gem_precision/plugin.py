@@ -2,15 +2,53 @@
 
 from collections.abc import Sequence
 
-from gem_core.spec import CliCommand, PrecisionRecipe, hookimpl
+from gem_core.spec import CliCommand, KernelImpl, PrecisionRecipe, hookimpl
 
 _LOW = {
-    "fp8_rowwise": "large linear layers in FP8 with a scale a row, emulated; the rest as bf16_islands",
-    "fp8_block": "large linear layers in FP8 with scales for 1 x 128 and 128 x 128 blocks, emulated; the rest as bf16_islands",
-    "mxfp8": "large linear layers in MXFP8, emulated exactly; the rest as bf16_islands",
+    "fp8_rowwise": "large linear layers and attention in FP8 with a scale a row, emulated; the rest as bf16_islands",
+    "fp8_block": "large linear layers and attention in FP8 with scales for 1 x 128 and 128 x 128 blocks, emulated; the rest as bf16_islands",
+    "mxfp8": "large linear layers and attention in MXFP8, emulated exactly; the rest as bf16_islands",
     "mxfp4_mlp": "large linear layers in MXFP4 with MXFP8 gradients, emulated; experimental",
-    "fp8_naive": "every linear layer in FP8 with one scale a tensor, emulated: what not to do, for comparison",
+    "fp8_naive": "every linear layer and attention in FP8 with one scale a tensor, emulated: what not to do, for comparison",
 }
+_ACTIVATIONS = tuple(f"act_{name}" for name in ("gelu", "gelu_tanh", "gelu_fast", "silu", "relu", "relu2", "leaky_relu", "hardswish", "identity"))
+
+LOW_OPS = {
+    "jagged_attention": ("cross", "causal", "window", "broadcast_q", "bias", "lse", "gqa"),
+    "gdpa": ("cross", "window", "broadcast_q", "dense_kv", "gqa", "scale_after", *_ACTIVATIONS),
+    "block_attention": ("rope", "rope_v", "qk_norm"),
+    "hstu_attention": ("causal", "noncausal", "window", "contextual", "targets", "bias"),
+    "pooled_attention": ("per_row_seeds", "gqa"),
+    "pffn": ("scale_after", *_ACTIVATIONS),
+    "norm_linear": ("rms", "layer", "before", "after", "affine", "residual"),
+}
+"""Ops that multiply matrices, with the features that the emulated backends have: those of the references."""
+_CONTRACTS = {"block_attention": 2}
+"""The contracts that they were written for; 1 for the others."""
+
+
+def emulated(recipe: str) -> str:
+    """The kernel backend that emulates the formats of a recipe."""
+    return f"{recipe}_emulated"
+
+
+@hookimpl
+def gem_kernel_impls() -> Sequence[KernelImpl]:
+    return [
+        KernelImpl(
+            op=op,
+            contract=_CONTRACTS.get(op, 1),
+            backend=emulated(recipe),
+            load=f"gem_precision.emulated:{op}__{recipe}",
+            devices=("cpu", "cuda", "interpreter"),
+            dtypes=("fp32", "bf16", "fp16"),
+            features=features,
+            summary=f"the reference with operands of the recipe {recipe}; for quality, not for speed",
+        )
+        for recipe in _LOW
+        for op, features in LOW_OPS.items()
+        if recipe != "mxfp4_mlp" or op == "norm_linear"
+    ]
 
 
 @hookimpl

@@ -1,8 +1,9 @@
 """Kernels bound once: a layer holds a slot, composing a run fills it, and the step calls a plain function."""
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -11,6 +12,9 @@ from gem_core.ops.checks import refuse
 from gem_core.plugins.nearest import nearest
 from gem_core.spec.errors import RequestError
 from gem_core.spec.kernels import KernelRequest
+
+if TYPE_CHECKING:
+    from gem_core.select.policy import KernelChoice
 
 _MODULES = {
     "jagged_concat": ("jagged", "concat_check"),
@@ -58,6 +62,8 @@ class KernelSlot:
         self._public: Callable[..., Any] = getattr(import_module("gem_core.ops"), op)
         self._kernel: Callable[..., Any] | None = None
         self.backend: str | None = None
+        self.asked: str | None = None
+        """The backend that ``bind_kernels`` has to take, set by a precision recipe; None leaves it to the policy."""
 
     def request(self, *, device: str, dtype: str, arch: int | None = None, backward: bool = True, deterministic: bool = False) -> KernelRequest:
         """The request that calls of this slot will make on that machine; words as in ``KernelRequest``."""
@@ -97,8 +103,8 @@ def kernel_slots(module: nn.Module) -> list[KernelSlot]:
     return list(dict.fromkeys(found))
 
 
-def bind_kernels(module: nn.Module, *, device: str, dtype: str, arch: int | None, backward: bool) -> dict[str, str]:
-    """Choose a kernel for each slot of ``module`` and bind it.
+def bind_kernels(module: nn.Module, *, device: str, dtype: str, arch: int | None, backward: bool) -> "list[KernelChoice]":
+    """Choose a kernel for each slot of ``module`` and bind it: the one that is asked for, or the policy's.
 
     Args:
         module: the model.
@@ -108,16 +114,30 @@ def bind_kernels(module: nn.Module, *, device: str, dtype: str, arch: int | None
         backward: whether gradients will be wanted.
 
     Returns:
-        ``{op: backend}``; backends joined by ``+`` where slots of one op got different ones.
+        The choice of each slot, in their order.
 
     Raises:
         KernelUnavailable: nothing fits a slot. No slot is bound then.
+        RequestError: a slot is asked to take one backend, and a user names another for its op.
     """
     from gem_core.select.policy import choose
 
-    chosen = [(slot, choose(slot.request(device=device, dtype=dtype, arch=arch, backward=backward))) for slot in kernel_slots(module)]
-    names: dict[str, set[str]] = {}
-    for slot, choice in chosen:
+    slots = kernel_slots(module)
+    for slot in slots:
+        _agree(slot)
+    chosen = []
+    for slot in slots:
+        choice = choose(slot.request(device=device, dtype=dtype, arch=arch, backward=backward), slot.asked)
+        chosen.append(choice if slot.asked is None else replace(choice, rule="the precision recipe"))
+    for slot, choice in zip(slots, chosen, strict=True):
         slot.bind(choice.impl.resolve(), choice.backend)
-        names.setdefault(slot.op, set()).add(choice.backend)
-    return {op: "+".join(sorted(backends)) for op, backends in names.items()}
+    return chosen
+
+
+def _agree(slot: KernelSlot) -> None:
+    from gem_core.select.policy import named_backend
+
+    name, rule = named_backend(slot.op)
+    if slot.asked is not None and name not in (None, slot.asked):
+        so = f"the precision recipe asks for {slot.asked!r}"
+        raise RequestError(f"backend {name!r} for {slot.op} ({rule})", so, "Leave the name out, or keep this op high in the precision recipe.")

@@ -50,6 +50,8 @@ from gem_core.train.ids.layout import with_rows
 from gem_core.train.ids.managed import ManagedIds
 from gem_core.train.ids.saving import restore_ids, rules_for
 from gem_core.train.labels import check_tasks
+from gem_core.train.ledger.keeper import StepLedger
+from gem_core.train.ledger.trace import Tracer
 from gem_core.train.log import RunLog
 from gem_core.train.materialise import fill_weights
 from gem_core.train.metrics import StreamMetrics
@@ -92,6 +94,7 @@ class Run:
     manifest: dict[str, Any]
     info: RunInfo
     log: RunLog
+    ledger: StepLedger
     saver: Saver
 
     def __init__(self, loaded: LoadedConfig, *, resume: Path | None = None, training: bool = True) -> None:
@@ -222,12 +225,14 @@ def _kernels_bound(run: Run) -> None:
         "backward": True,  # evaluation uses the kernels that training uses
     }
     model: Any = run.model
-    run.choices = [choose(request) for request in model.kernel_requests(**asked)]
     bound = bind_kernels(run.model, **asked)
+    known = {choice.request for choice in bound}
+    others = [choose(request) for request in model.kernel_requests(**asked) if request not in known]  # a model may call ops without slots
+    run.choices = list({(choice.request, choice.backend): choice for choice in (*bound, *others)}.values())
     backends: dict[str, set[str]] = {}
-    for choice in run.choices:  # a model may call ops without slots
+    for choice in run.choices:
         backends.setdefault(choice.request.op, set()).add(choice.backend)
-    run.kernels = dict(sorted(({op: "+".join(sorted(names)) for op, names in backends.items()} | bound).items()))
+    run.kernels = {op: "+".join(sorted(names)) for op, names in sorted(backends.items())}
 
 
 def _optimisers(run: Run) -> None:
@@ -310,6 +315,10 @@ def _run_started(run: Run) -> None:
         run.log.event("resized", run.progress.step, tables=run.ids.report)
     dump = config.model_dump(mode="json")
     run.info = RunInfo(folder=run.folder, seed=config.run.seed, config=dump, kernels=run.kernels, rank=world.rank, world=world.size)
+    parts = (*(strategy for _, _, strategy in run.strategies), run.embeddings)
+    steps_csv = run.folder / "steps.csv" if config.train.steps_csv else None
+    run.ledger = StepLedger(world, parts, steps_csv=steps_csv, tracer=Tracer(run.folder, config.train.trace))
+    run._stack.callback(run.ledger.stop)
     run.saver = Saver(run.folder / "checkpoints", world, keep=config.train.keep_checkpoints, told=partial(_checkpoint_complete, run))
     run._stack.callback(run.saver.close)
     host().notify("gem_run_started", run=run.info)

@@ -1,6 +1,6 @@
 """Low-precision number formats: elements, scales, and their exact emulation."""
 
-from gem_precision.formats.elements import E2M1, E4M3, E5M2, Element, code_points, round_to
+from gem_precision.formats.elements import E2M1, E4M3, E5M2, Element, Rounding, code_points, round_to
 from gem_precision.formats.scaled import FORMATS, Format, Quantized, fake_quantize, find_format, quantize
 
 __all__ = [
@@ -11,6 +11,7 @@ __all__ = [
     "Element",
     "Format",
     "Quantized",
+    "Rounding",
     "code_points",
     "fake_quantize",
     "find_format",

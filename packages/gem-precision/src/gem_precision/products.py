@@ -1,0 +1,93 @@
+"""Matrix products of attention and of norm-linear ops that read low-precision operands: the ops' references, product by product.
+
+A reference multiplies through ``torch.einsum`` and ``linear`` alone. ``LowProducts`` takes their place with products whose operands are rounded to
+a format along the axis that each of them contracts, in the forward pass and in both products of the backward pass, and leaves the rest as it is:
+softmax, activations and norms see float32. Emulated, so exact on any device and slower than bfloat16.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import linear
+from torch.overrides import TorchFunctionMode
+
+from gem_precision.formats import Format, Rounding, fake_quantize
+from gem_precision.linear import LinearRule, low_linear
+
+
+class LowProducts(TorchFunctionMode):
+    """Every ``torch.einsum`` of two operands and every ``linear`` inside the block follows the rule.
+
+    Args:
+        rule: ``inputs`` is the format of both operands of an einsum, which has no weights; ``grads`` that of what comes back.
+    """
+
+    def __init__(self, rule: LinearRule) -> None:
+        super().__init__()
+        self._rule = rule
+
+    def __torch_function__(self, func: Any, types: Sequence[Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if func is torch.einsum:
+            equation, left, right = args
+            return _Einsum.apply(equation, left, right, self._rule)  # type: ignore[no-untyped-call]
+        if func is linear:
+            x, weight, *rest = args
+            out = low_linear(x, weight, self._rule)
+            bias = rest[0] if rest else None
+            return out if bias is None else out + bias
+        return func(*args, **(kwargs or {}))
+
+
+class _Einsum(torch.autograd.Function):
+    """``left, right -> out`` of low-precision operands."""
+
+    @staticmethod
+    def forward(ctx: Any, equation: str, left: Tensor, right: Tensor, rule: LinearRule) -> Tensor:
+        ctx.save_for_backward(left, right)
+        ctx.rule, ctx.equation = rule, equation
+        return _multiply(equation, left, right, rule.inputs, rule.inputs).clone()  # references add in place, which a view of einsum's would not bear
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None, Tensor | None, None]:
+        left, right = ctx.saved_tensors
+        rule: LinearRule = ctx.rule
+        operands, out = ctx.equation.split("->")
+        first, second = operands.split(",")
+        rounding: Rounding = "stochastic" if rule.stochastic else "nearest"
+        d_left = d_right = None
+        if ctx.needs_input_grad[1]:
+            d_left = _multiply(f"{out},{second}->{first}", grad, right, rule.grads, rule.inputs, rounding)
+        if ctx.needs_input_grad[2]:
+            d_right = _multiply(f"{out},{first}->{second}", grad, left, rule.grads, rule.inputs, rounding)
+        return None, d_left, d_right, None
+
+
+def _multiply(equation: str, left: Tensor, right: Tensor, left_format: Format, right_format: Format, rounding: Rounding = "nearest") -> Tensor:
+    operands, out = equation.split("->")
+    first, second = operands.split(",")
+    sizes = dict(zip(first, left.shape, strict=True))
+    # Where heads of a group share a key, its gradient contracts their axis as well; blocks lie along the longer one, of positions.
+    axis = max((letter for letter in first if letter in second and letter not in out), key=lambda letter: sizes[letter])
+    return torch.einsum(equation, _along(left, first.index(axis), left_format, rounding), _along(right, second.index(axis), right_format))
+
+
+def _along(x: Tensor, axis: int, form: Format, rounding: Rounding = "nearest") -> Tensor:
+    """``x`` rounded in blocks along an axis; a scale of the format's for the whole tensor is one for the whole tensor."""
+    if not x.numel():
+        return x
+    moved = x.movedim(axis, -1)
+    return fake_quantize(moved.reshape(-1, moved.shape[-1]), form, rounding=rounding).view(moved.shape).movedim(-1, axis)
+
+
+def under(rule: LinearRule, reference: Callable[..., Any]) -> Callable[..., Any]:
+    """An op's reference with its products under the rule; results in the dtype of the call, as the op promises."""
+
+    def kernel(*args: Any, **options: Any) -> Any:
+        with LowProducts(rule):
+            return reference(*args, **options)
+
+    return kernel
