@@ -9,7 +9,8 @@ import torch
 
 from gem_core.batch import Jagged, KeyedJagged
 from gem_core.cli.main import run
-from gem_core.cli.plan import facts_of, size, topology_for, totals
+from gem_core.cli.plan import facts_of, topology_for, totals
+from gem_core.cli.sizes import size
 from gem_core.select.device import DeviceInfo
 from gem_core.spec import RequestError, TableSpec
 

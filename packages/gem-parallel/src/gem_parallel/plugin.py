@@ -41,6 +41,7 @@ def gem_parallel_strategies() -> Sequence[ParallelStrategy]:
             stage="dense",
             summary="a copy of the dense part on each rank, gradients averaged",
             load="gem_parallel.dense.ddp:DataParallel",
+            plan="gem_parallel.costmodel.planning:plan_step",
         ),
         ParallelStrategy(
             name="fsdp",
@@ -48,6 +49,7 @@ def gem_parallel_strategies() -> Sequence[ParallelStrategy]:
             summary="the dense part sharded over ranks block by block, with or without replicas",
             load="gem_parallel.dense.fsdp:FullyShard",
             options="gem_parallel.dense.options:FsdpOptions",
+            plan="gem_parallel.costmodel.planning:plan_step",
             on_meta=True,
         ),
     ]

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Annotated, Any
@@ -9,11 +10,12 @@ from typing import Annotated, Any
 import typer
 
 from gem_core.cli.output import print_json, print_table
+from gem_core.cli.sizes import size
 from gem_core.config.load import LoadedConfig, load_config
 from gem_core.plugins.kinds import load_owned
 from gem_core.plugins.manager import host
 from gem_core.plugins.options import as_keywords
-from gem_core.spec import BatchFacts, EmbeddingPlan, RequestError, Shard, Source, SparseOptimizer, TableSpec, Topology
+from gem_core.spec import BatchFacts, EmbeddingPlan, RequestError, Shard, Source, SparseOptimizer, StepPlan, TableSpec, Topology
 from gem_core.topology.describe import described
 
 
@@ -22,24 +24,56 @@ def plan(
     overrides: Annotated[list[str] | None, typer.Option("--set", help="PATH=VALUE; may be repeated.")] = None,
     world: Annotated[int, typer.Option(min=1, help="Number of ranks.")] = 1,
     machine: Annotated[str | None, typer.Option(help="Plan for this machine, not the one at hand: h100, h200, b200, or a .toml file.")] = None,
+    search: Annotated[int, typer.Option(min=0, help="Print so many of the best layouts of the ranks; 0 evaluates the configured one.")] = 0,
+    assume: Annotated[list[str] | None, typer.Option(help="NAME=VALUE: a figure of the cost model; may be repeated.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     write: Annotated[Path | None, typer.Option(help="Write a plan file, for embedding.options.plan.")] = None,
 ) -> None:
-    """Tables, placement, memory and communication of a configuration on any number of ranks, without a GPU."""
+    """Tables, mesh, memory, communication and step time of a configuration on any number of ranks, without a GPU."""
     loaded = load_config(config, overrides or [])
     host().require(loaded.config.plugins.require)
     topology = topology_for(world, machine or loaded.config.parallel.topology or None)
-    tables, facts = tables_and_facts(loaded, world)
-    planned = planned_by_engine(loaded, tables, topology, facts)
+    source: Source = host().build("data_sources", loaded.config.data.source, loaded.config.data.options)
+    tables, facts = tables_and_facts(loaded, source, world)
+    planned = None if search else planned_by_engine(loaded, tables, topology, facts)
     if write is not None:
-        if planned.file is None:
-            so = f"engine {loaded.config.embedding.engine!r} has one placement for a number of ranks"
-            raise RequestError(f"gem plan --write {write}", so, "Leave --write away.")
-        write.write_text(planned.file, encoding="utf-8")
+        _write(write, planned, loaded)
+    step = None
+    if search or can_be_timed(loaded, topology):
+        from gem_core.cli.plan_facts import model_facts
+        from gem_core.cli.plan_step import plan_step, print_step
+
+        with_replicas = partial(planned_by_engine, loaded, tables, topology, facts)
+        step = plan_step(loaded.config, topology, model_facts(loaded, source, tables), facts, with_replicas, best=search, assume=assume or [])
     if json:
-        print_json({"engine": loaded.config.embedding.engine, "topology": asdict(topology), "facts": asdict(facts), **as_json(planned)})
+        head = {"engine": loaded.config.embedding.engine, "topology": asdict(topology), "facts": asdict(facts)}
+        print_json({**head, **({} if planned is None else as_json(planned)), "step": None if step is None else step_as_json(step)})
         return
-    print_plan(loaded, topology, facts, planned)
+    if planned is not None:
+        print_plan(loaded, topology, facts, planned)
+    if step is not None:
+        print_step(step)
+    elif not search:
+        print("\nThe time of a step is not estimated: it needs a described machine (--machine) and a strategy that plans, such as fsdp.")
+
+
+def _write(path: Path, planned: EmbeddingPlan | None, loaded: LoadedConfig) -> None:
+    if planned is None or planned.file is None:
+        engine = loaded.config.embedding.engine
+        so = "--search looks at many layouts" if planned is None else f"engine {engine!r} has one placement for a number of ranks"
+        raise RequestError(f"gem plan --write {path}", so, "Leave --write away.")
+    path.write_text(planned.file, encoding="utf-8")
+
+
+def can_be_timed(loaded: LoadedConfig, topology: Topology) -> bool:
+    """Whether the machine's links and peak are known and a configured strategy plans steps."""
+    plans = any(host().declaration("parallel_strategies", name).plan for name in loaded.config.parallel.strategies)
+    return bool(plans and topology.tiers and topology.peak_flops)
+
+
+def step_as_json(step: StepPlan) -> dict[str, Any]:
+    """The step's plan as plain values, each layout with its MFU."""
+    return {**asdict(step), "layouts": [{**asdict(layout), "mfu": layout.mfu} for layout in step.layouts]}
 
 
 def topology_for(world: int, machine: str | None) -> Topology:
@@ -54,12 +88,11 @@ def topology_for(world: int, machine: str | None) -> Topology:
     return found[1] if found else Topology(world=world, device="cpu")
 
 
-def tables_and_facts(loaded: LoadedConfig, world: int) -> tuple[Sequence[TableSpec], BatchFacts]:
+def tables_and_facts(loaded: LoadedConfig, source: Source, world: int) -> tuple[Sequence[TableSpec], BatchFacts]:
     """The model's tables, and what a rank looks up of them, measured on the first training batch."""
     from gem_core.train.ids.layout import rules_by_table, with_rows
 
     config = loaded.config
-    source: Source = host().build("data_sources", config.data.source, config.data.options)
     model: Any = host().load("models", config.model.name)
     tables = model.tables(source.schema(), host().options("models", config.model.name, config.model.options))
     tables = with_rows(tables, rules_by_table(tables, config.embedding.ids))
@@ -80,8 +113,10 @@ def facts_of(ids: Any, tables: Sequence[TableSpec], rows: float) -> BatchFacts:
     return BatchFacts(rows=rows, ids=counts, distinct=distinct)
 
 
-def planned_by_engine(loaded: LoadedConfig, tables: Sequence[TableSpec], topology: Topology, facts: BatchFacts) -> EmbeddingPlan:
-    """What the configured engine plans.
+def planned_by_engine(
+    loaded: LoadedConfig, tables: Sequence[TableSpec], topology: Topology, facts: BatchFacts, replicas: int | None = None
+) -> EmbeddingPlan:
+    """What the configured engine plans, as configured or with another number of table replicas.
 
     Raises:
         RequestError: the engine plans nothing, or leaves a table out.
@@ -96,7 +131,8 @@ def planned_by_engine(loaded: LoadedConfig, tables: Sequence[TableSpec], topolog
     call = load_owned(declared.plan, f"plan of embedding engine {chosen.engine!r}", owner.owner)
     optimizer = SparseOptimizer(name=chosen.optimizer, lr=chosen.lr, eps=chosen.eps)
     given: dict[str, Any] = {"topology": topology, "facts": facts}
-    options = as_keywords(chosen.engine, call, host().options("embedding_engines", chosen.engine, chosen.options), given)
+    wanted = chosen.options if replicas in (None, chosen.options.get("replicas", 1)) else {**chosen.options, "replicas": replicas}
+    options = as_keywords(chosen.engine, call, host().options("embedding_engines", chosen.engine, wanted), given)
     planned: EmbeddingPlan = call(tables, optimizer, **given, **options)
     check_complete(planned, tables, chosen.engine)
     return planned
@@ -134,11 +170,3 @@ def print_plan(loaded: LoadedConfig, topology: Topology, facts: BatchFacts, plan
     lines = [(name, size(fmean(values)), size(max(values))) for name, values in planned.sent.items()]
     every = totals(planned.sent, planned.world)
     print_table(("SENT BY A RANK IN A STEP", "MEAN", "MOST"), [*lines, ("in all", size(fmean(every)), size(max(every)))])
-
-
-def size(count: float) -> str:
-    """Bytes in decimal units, three digits."""
-    units = ["B", "kB", "MB", "GB", "TB", "PB"]
-    while count >= 1000 and len(units) > 1:
-        count, units = count / 1000, units[1:]
-    return f"{count:.3g} {units[0]}"

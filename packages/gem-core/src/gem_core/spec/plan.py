@@ -112,8 +112,9 @@ class StepRequest:
         topology: the machine and the number of ranks.
         model: the dense part.
         batch: what a rank looks up.
-        tables: the embedding engine's plan for a number of table replicas, or as configured for None. MachineError where the tables do not fit,
-            RequestError where the engine has no such layout.
+        tables: the embedding engine's plan for a number of table replicas. MachineError where the tables do not fit, RequestError where the engine has
+            no such layout.
+        table_replicas: the configured number.
         strategies: options by the name of each configured strategy.
         best: with 0 the configured layout is evaluated; otherwise so many of the best layouts are looked for.
         assume: figures of the user's in place of the planner's own, by name.
@@ -122,7 +123,8 @@ class StepRequest:
     topology: Topology
     model: ModelFacts
     batch: BatchFacts
-    tables: Callable[[int | None], EmbeddingPlan]
+    tables: Callable[[int], EmbeddingPlan]
+    table_replicas: int
     strategies: Mapping[str, Mapping[str, Any]]
     best: int = 0
     assume: Mapping[str, float] | None = None

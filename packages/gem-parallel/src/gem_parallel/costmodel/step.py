@@ -1,0 +1,237 @@
+"""One training step, rank by rank, in the order in which the trainer and torch's ``fully_shard`` do things.
+
+1. Look up: the busiest rank's vectors decide how long the exchange takes. Ids go beside the step before, if the trainer is one batch ahead.
+2. Forward, block by block: a block's weights are gathered while the block before it computes. Experts gather the rows of their group and give back
+   what they made of them; both are waited for.
+3. Backward, in reverse: weights again, if they were dropped; gradients are scattered behind the next block's backward, then summed over replicas.
+4. Gradients of tables travel after backward; the optimiser updates; shards for the next look-up are gathered beside it.
+
+A step ends when the last rank is done.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from gem_core.spec import BatchFacts, BlockFacts, EmbeddingPlan, ModelFacts, RequestError, Topology
+from gem_parallel.costmodel.assumed import Assumed
+from gem_parallel.costmodel.clock import Clocks, Running, Times
+from gem_parallel.costmodel.collectives import Group, Links, gathered_bytes, group_along
+from gem_parallel.costmodel.dense import TOUCHED, Dense
+from gem_parallel.costmodel.sparse import Phase, moves
+
+FORWARD, BACKWARD = 1, 2
+"""Model FLOPs of a direction, in forwards."""
+ACTIVATION_PASSES = {FORWARD: 2, BACKWARD: 3}
+"""How often the saved activations cross the memory bus: written and read by the next op; read, and their gradients written and read."""
+ROW_PASSES = 6
+"""How often a looked-up row crosses it: read, written out and read by the model; its gradient written, the row and its state read and written."""
+SEED = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """A simulated step: seconds, where they went (means over ranks), seconds and bytes sent by collective, and the seconds of the dense compute."""
+
+    seconds: float
+    parts: dict[str, float]
+    carried: dict[str, float]
+    sent: dict[str, float]
+    compute: float
+
+
+def rank_costs(layout_world: int, rows: float, row_cv: float, balance: float) -> Times:
+    """Costs of the ranks' batches over their mean, ``[ranks]``: sums of rows, so nearly normal with a deviation of ``row_cv / sqrt(rows)``.
+
+    The largest of ``R`` is about ``1 + row_cv / sqrt(rows) * sqrt(2 ln R)``. The draw is the same each time.
+    """
+    deviation = balance * row_cv / math.sqrt(max(rows, 1.0))
+    drawn = 1 + deviation * np.random.default_rng(SEED).standard_normal(layout_world)
+    costs: Times = np.maximum(drawn, 0.0)
+    costs /= costs.mean()
+    return costs
+
+
+class Step:
+    """Simulates a step of one layout.
+
+    Args:
+        topology: the machine.
+        dense: the dense part's side of the layout.
+        model: the dense part.
+        batch: what a rank looks up.
+        tables: the engine's plan for the layout.
+        assumed: fractions of data-sheet figures, and the rest.
+
+    Raises:
+        RequestError: the machine's links, peak or memory bandwidth are unknown.
+    """
+
+    def __init__(self, topology: Topology, dense: Dense, model: ModelFacts, batch: BatchFacts, tables: EmbeddingPlan, assumed: Assumed) -> None:
+        self._topology, self._dense, self._model, self._batch, self._tables = topology, dense, model, batch, tables
+        self._links = Links(topology, assumed)
+        self._flops = self._known(topology.peak_flops.get(model.dtype), f"its peak FLOP/s in {model.dtype}") * assumed.matmul
+        self._bytes = self._known(topology.memory_bandwidth, "its memory bandwidth") * assumed.memory
+        self._assumed = assumed
+        self._moves = moves(tables, dense.layout)
+        self._sent: dict[str, float] = {}
+        layout = dense.layout
+        row_cv = model.row_cv if assumed.row_cv < 0 else assumed.row_cv
+        self._own = rank_costs(layout.world, batch.rows, row_cv, assumed.balance)
+        joined = self._own.reshape(layout.sizes("dense")).mean(axis=2, keepdims=True)
+        self._joined = np.broadcast_to(joined, layout.sizes("dense")).reshape(-1)
+        self._whole = self._group("dense", (1, 2))
+        self._shards, self._experts, self._replicas = self._group("dense", (1,)), self._group("dense", (2,)), self._group("dense", (0,))
+
+    def _known(self, figure: float | None, what: str) -> float:
+        if figure is None:
+            so = f"{what} is unknown ({self._topology.source})"
+            raise RequestError("a cost model of this machine", so, "Name a machine: --machine h200, or a file that describes yours.")
+        return figure
+
+    def _group(self, part: Any, axes: tuple[int, ...]) -> Group:
+        return group_along(self._topology, self._dense.layout, part, axes)
+
+    def outcome(self) -> Outcome:
+        """Simulate."""
+        clocks = Clocks(self._dense.layout)
+        ids = self._look_up(clocks)
+        self._forward(clocks)
+        reducing = self._backward(clocks)
+        clocks.wait_all([*reducing, *ids])
+        self._update(clocks)
+        seconds = clocks.meet()
+        compute = clocks.parts["forward"] + clocks.parts["backward"]
+        return Outcome(seconds=seconds, parts=dict(clocks.parts), carried=dict(clocks.carried), sent=dict(self._sent), compute=compute)
+
+    # ---- tables -------------------------------------------------------------------------------------------------------------------------
+
+    def _exchange(self, clocks: Clocks, phase: Phase) -> list[Running]:
+        """Start the exchanges of a phase."""
+        started = []
+        for move in (move for move in self._moves if move.phase == phase):
+            group = self._group("sparse", move.axes)
+            self._count(move.name, move.sent)
+            if move.kind == "all_to_all":
+                seconds = self._links.all_to_all(group, move.sent)
+            else:
+                times = 2 if move.kind == "all_reduce" else 1
+                seconds = times * self._links.all_gather(group, move.sent / times / max(1, group.size - 1))
+            started.append(clocks.start(move.name, "sparse", move.axes, seconds))
+        return started
+
+    def _look_up(self, clocks: Clocks) -> list[Running]:
+        """Exchange vectors and look up; returns the ids of the next batch on their way."""
+        if not self._assumed.pipelined:
+            clocks.wait_all(self._exchange(clocks, "ask"))
+        clocks.compute("look-ups", ROW_PASSES * 4 * self._looked_up() / self._bytes)
+        clocks.wait_all(self._exchange(clocks, "answer"))
+        return self._exchange(clocks, "ask") if self._assumed.pipelined else []
+
+    def _looked_up(self) -> float:
+        """Numbers of the rows that a rank looks up: as wide as its distinct rows are on average."""
+        distinct = sum(self._batch.distinct.values())
+        numbers = sum(self._batch.distinct[table.table] * table.dim for table in self._tables.tables)
+        return sum(self._batch.ids.values()) * numbers / distinct if distinct else 0.0
+
+    # ---- the dense part -----------------------------------------------------------------------------------------------------------------
+
+    def _compute(self, clocks: Clocks, block: BlockFacts, direction: int, *, experts: bool) -> None:
+        """One direction of a block: its matmuls at the speed of matmuls, its saved activations at that of the memory."""
+        share = block.expert_flops / block.flops if block.flops else 0.0
+        share = share if experts else 1.0 - share
+        flops = direction * block.flops * self._batch.rows * share
+        moved = ACTIVATION_PASSES[direction] * block.saved * self._batch.rows * share
+        costs = self._joined if experts else self._own
+        clocks.compute("forward" if direction == FORWARD else "backward", (flops / self._flops + moved / self._bytes) * costs)
+
+    def _block(self, clocks: Clocks, block: BlockFacts, direction: int) -> None:
+        """A block between its collectives of weights: what is before the experts, the exchange, the experts."""
+        self._compute(clocks, block, direction, experts=False)
+        if not block.experts:
+            return
+        inside, outside = block.expert_numbers if direction == FORWARD else block.expert_numbers[::-1]
+        self._join(clocks, "experts: gather rows", inside)
+        self._compute(clocks, block, direction, experts=True)
+        self._join(clocks, "experts: give back", outside)
+
+    def _join(self, clocks: Clocks, name: str, numbers: int) -> None:
+        """Gather or give back rows in an expert group; its links are those of the host, so nothing queues before it."""
+        if self._experts.size > 1:
+            part = self._batch.rows * numbers * self._dense.acts
+            self._count(name, gathered_bytes(self._experts, part))
+            clocks.wait(clocks.start(name, "dense", (2,), self._links.all_gather(self._experts, part), queued=False))
+
+    def _count(self, name: str, sent: float) -> None:
+        self._sent[name] = self._sent.get(name, 0.0) + sent
+
+    def _weights(self, clocks: Clocks, name: str, block: BlockFacts, width: int) -> Running | None:
+        """Gather a block's weights, or scatter its gradients: over shards and experts, those of experts over shards alone."""
+        if not self._dense.sharded or self._whole.size == 1:
+            return None
+        ordinary = (block.parameters - block.expert_parameters) / self._whole.size * width
+        experts = block.expert_parameters / self._dense.layout.expert / self._shards.size * width
+        if self._dense.layout.expert == 1:
+            ordinary, experts = ordinary + experts, 0.0
+        self._count(name, gathered_bytes(self._whole, ordinary) + gathered_bytes(self._shards, experts))
+        seconds = self._links.all_gather(self._whole, ordinary) + (self._links.all_gather(self._shards, experts) if experts else 0.0)
+        return clocks.start(name, "dense", (1, 2), seconds)
+
+    def _forward(self, clocks: Clocks) -> None:
+        blocks = self._model.blocks
+        gathering = self._weights(clocks, "weights: gather", blocks[0], self._dense.wire)
+        for block, following in zip(blocks, [*blocks[1:], None], strict=True):
+            if gathering is not None:
+                clocks.wait(gathering)
+            gathering = None if following is None else self._weights(clocks, "weights: gather", following, self._dense.wire)
+            self._block(clocks, block, FORWARD)
+
+    def _backward(self, clocks: Clocks) -> list[Running]:
+        """Returns the reductions under way. What stands outside blocks keeps its weights, and so does a block that is not resharded."""
+        order = list(reversed(self._model.blocks))
+        again = [self._dense.reshard and block is not self._model.blocks[0] for block in order]
+        reducing: list[Running] = []
+        gathering = self._weights(clocks, "weights: gather", order[0], self._dense.wire) if again[0] else None
+        for i, block in enumerate(order):
+            if gathering is not None:
+                clocks.wait(gathering)
+            more = i + 1 < len(order) and again[i + 1]
+            gathering = self._weights(clocks, "weights: gather", order[i + 1], self._dense.wire) if more else None
+            self._block(clocks, block, BACKWARD)
+            reducing += self._reduce(clocks, block)
+        return reducing
+
+    def _reduce(self, clocks: Clocks, block: BlockFacts) -> list[Running]:
+        out = []
+        scattering = self._weights(clocks, "gradients: scatter", block, self._dense.reduced)
+        if scattering is not None:
+            out.append(scattering)
+        if self._replicas.size > 1 or (not self._dense.sharded and self._dense.layout.expert > 1):
+            out.append(self._average(clocks, block))
+        return out
+
+    def _average(self, clocks: Clocks, block: BlockFacts) -> Running:
+        """Sum a rank's gradients over the replicas. Without shards every rank is a replica of the ordinary weights, whatever its experts."""
+        name, width = "gradients: replicas", self._dense.reduced
+        if self._dense.sharded:
+            size = self._dense.kept(block) * width
+            return self._all_reduce(clocks, name, (0,), [(self._replicas, size)])
+        ordinary, experts = block.parameters - block.expert_parameters, block.expert_parameters / self._dense.layout.expert
+        everyone = self._group("dense", (0, 1, 2))
+        if self._dense.layout.expert == 1:
+            return self._all_reduce(clocks, name, (0, 1, 2), [(everyone, (ordinary + experts) * width)])
+        return self._all_reduce(clocks, name, (0, 1, 2), [(everyone, ordinary * width), (self._replicas, experts * width)])
+
+    def _all_reduce(self, clocks: Clocks, name: str, axes: tuple[int, ...], parts: Sequence[tuple[Group, float]]) -> Running:
+        for group, size in parts:
+            self._count(name, 2 * (group.size - 1) / group.size * size)
+        return clocks.start(name, "dense", axes, sum(self._links.all_reduce(group, size) for group, size in parts if size))
+
+    def _update(self, clocks: Clocks) -> None:
+        clocks.wait_all(self._exchange(clocks, "update"))
+        shards = self._exchange(clocks, "gather")
+        clocks.compute("optimiser", TOUCHED * sum(self._dense.kept(block) for block in self._model.blocks) / self._bytes)
+        clocks.wait_all(shards)
