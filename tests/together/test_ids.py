@@ -1,0 +1,98 @@
+"""Managed ids on every engine and number of ranks: the numbers of one process, and runs that change hands."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+Gem = Callable[..., Any]
+RULES = """embedding.ids=[
+  {pattern = "item", rows = 90, buckets = 6, evict_every = 3, admit_after = 2, hashed_rows = 5},
+  {pattern = "category", rows = 4, buckets = 1, evict_every = 1, policy = "lfu"},
+]"""
+RUN = tuple(
+    word
+    for value in (
+        'model={name = "dlrm"}',
+        "data.options.rows=1001",
+        "data.options.test_rows=500",
+        "data.options.items=400",
+        "data.options.categories=12",
+        "data.batch_size=125",
+        "train.epochs=1",
+        "train.log_every=1",
+        "train.uneven=pad",
+        "train.checkpoint_every=5",
+        RULES.replace("\n", " "),
+    )
+    for word in ("--set", value)
+)
+"""Eight full steps and one of a single row, which leaves all ranks but one without rows. DLRM takes the mean of a history from the engine: tables
+are bags."""
+LOSS_BOUND = 2e-5
+VALUE_BOUND = 2e-5
+"""Largest differences of losses and of table values: sums in another order."""
+
+
+def engine(name: str, ranks: int, **options: Any) -> tuple[str, ...]:
+    text = ", ".join(f"{key} = {json.dumps(value)}" for key, value in options.items())
+    words = ("--set", f"embedding.engine={name}", "--set", f"embedding.options={{{text}}}")
+    return (*words, "--set", f'parallel.strategies=["{"ddp" if ranks > 1 else "single"}"]')
+
+
+def records(run: Path, event: str = "train") -> dict[int, dict[str, Any]]:
+    """By step; those of a resumed run replace the ones before."""
+    rows = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
+    return {row["step"]: row for row in rows if row["event"] == event}
+
+
+def check(gem: Gem, one: Path, other: Path) -> None:
+    """Losses and tables within rounding; ids, their rows, counts and last use, and every figure about them, to the last bit."""
+    want, got = records(one), records(other)
+    assert got.keys() == want.keys() == set(range(1, 10))
+    assert all(abs(got[step]["loss"] / want[step]["loss"] - 1) < LOSS_BOUND for step in want)
+    assert [got[step]["ids"] for step in want] == [want[step]["ids"] for step in want]
+    assert records(other, "eval")[9]["ids"] == records(one, "eval")[9]["ids"]
+    differ = {row["name"]: row for row in json.loads(gem("checkpoint", "diff", str(one), str(other), "--json").stdout)}
+    assert not [name for name, row in differ.items() if row["so"] or name.rsplit("/", 1)[1].startswith("id")]
+    assert max((row["largest"] for name, row in differ.items() if name.startswith("tables/")), default=0.0) < VALUE_BOUND
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the run of one process goes, which the tests below share."""
+    return tmp_path_factory.mktemp("one") / "run"
+
+
+def run_once(gem: Gem, one: Path) -> None:
+    if not one.exists():
+        gem("train", "-c", "synthetic", *RUN, *engine("torch", 1), "--out", str(one))
+        tables = [record["ids"]["tables"] for record in records(one).values()]
+        assert sum(of["item"]["evicted"] for of in tables) > 3, "rows change hands"
+
+
+def test_case_F06_bags_of_managed_ids_on_the_cpu_in_two_processes(gem: Gem, torchrun: Gem, tmp_path: Path, one: Path) -> None:
+    """Under torchrec, whose own managed-collision sharder has no layout for bags on the CPU."""
+    run_once(gem, one)
+    torchrun(2, "train", "-c", "synthetic", *RUN, *engine("torchrec", 2, sharding="row_wise"), "--out", "run")
+    check(gem, one, tmp_path / "run")
+
+
+def test_case_E03_four_ranks_give_the_ids_of_one_and_two_go_on_with_them(gem: Gem, torchrun: Gem, tmp_path: Path, one: Path) -> None:
+    run_once(gem, one)
+    torchrun(4, "train", "-c", "synthetic", *RUN, *engine("sharded_2d", 4, replicas=2), "--out", "run")
+    check(gem, one, tmp_path / "run")
+    shutil.rmtree(tmp_path / "run/checkpoints/step-9")
+    torchrun(2, "train", "--resume", "run", *engine("torch", 2))
+    assert records(tmp_path / "run", "resumed"), "from step 5, on another engine"
+    check(gem, one, tmp_path / "run")
+
+
+def test_the_comparison_sees_ids_that_are_admitted_otherwise(gem: Gem, tmp_path: Path, one: Path) -> None:
+    run_once(gem, one)
+    gem("train", "-c", "synthetic", *(word.replace("admit_after = 2", "admit_after = 3") for word in RUN), "--out", "other")
+    with pytest.raises(AssertionError):
+        check(gem, one, tmp_path / "other")
