@@ -60,9 +60,9 @@ def test_gathers_hide_behind_compute_or_bind() -> None:
     outside, block = 1e-6 + 4 * 2_500 / 1e9, 1e-6 + 4 * 5_000 / 1e9
     assert gather == pytest.approx(outside + 6 * block)
     assert busy.parts["weights: gather"] == pytest.approx(outside + block)
-    assert idle.parts["weights: gather"] > 0.9 * gather
     assert busy.parts["gradients: scatter"] == pytest.approx(outside)
-    assert idle.parts["gradients: scatter"] == pytest.approx(idle.carried["gradients: scatter"], rel=0.05)
+    names = ("weights: gather", "gradients: scatter")
+    assert sum(idle.parts[name] for name in names) == pytest.approx(sum(idle.carried[name] for name in names), rel=0.01)
 
 
 def test_weights_that_stay_are_gathered_once() -> None:

@@ -34,6 +34,7 @@ def gem_parallel_strategies() -> Sequence[ParallelStrategy]:
             summary="neighbouring ranks share out the interaction experts; each expert sees the joined rows",
             load="gem_parallel.dense.experts:ExpertParallel",
             options="gem_parallel.dense.options:ExpertOptions",
+            plan="gem_parallel.costmodel.planning:plan_step",
             on_meta=True,
         ),
         ParallelStrategy(
