@@ -207,4 +207,9 @@ def gem_models() -> Sequence[ModelSpec]:
 
 @hookimpl
 def gem_parallel_strategies() -> Sequence[ParallelStrategy]:
-    return [ParallelStrategy(name="fake-ddp", stage="dense", summary="torch DDP", load="gem_train_fakes:Ddp")]
+    return [
+        ParallelStrategy(name="fake-ddp", stage="dense", summary="torch DDP", load="gem_train_fakes:Ddp"),
+        ParallelStrategy(
+            name="fake-exchange", stage="dense", summary="pairs", load="gem_ledger_fakes:Exchange", options="gem_ledger_fakes:ExchangeOptions"
+        ),
+    ]

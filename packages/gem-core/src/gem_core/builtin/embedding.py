@@ -15,8 +15,11 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import embedding_bag
 
 from gem_core.batch import KeyedJagged
+from gem_core.builtin.recorder import Recorder
 from gem_core.ops.rows import sum_rows, update_rows
 from gem_core.spec import SparseOptimizer, TableSlice, TableSpec, check_import, check_lr, check_tables, table_seed, table_state
+
+RECORDER = Recorder()
 
 
 @dataclass
@@ -88,6 +91,7 @@ class TorchEmbeddings(nn.Module):
     """
 
     updates_in_step = True
+    recorder = RECORDER
 
     def __init__(self, tables: Sequence[TableSpec], optimizer: SparseOptimizer, *, device: torch.device | str, seed: int) -> None:
         super().__init__()
@@ -215,12 +219,11 @@ def _exchange(
     device = weights[0].device
     none = torch.empty(0, dtype=torch.int64, device=device)
     local = [(none, none.new_empty(0, table.dim, dtype=torch.float32)) if entry is None else entry for entry, table in zip(gradients, tables)]
-    sizes = torch.stack(_all_gather(torch.tensor([ids.numel() for ids, _ in local], device=device))).tolist()
+    sizes = torch.stack(_all_gather("tables: row counts", torch.tensor([ids.numel() for ids, _ in local], device=device))).tolist()
     widths = [table.dim for table in tables]
-    ids = _all_gather_padded(torch.cat([ids for ids, _ in local]), [sum(counts) for counts in sizes])
-    grads = _all_gather_padded(
-        torch.cat([rows.reshape(-1) for _, rows in local]), [sum(n * width for n, width in zip(counts, widths)) for counts in sizes]
-    )
+    ids = _all_gather_padded("tables: ids", torch.cat([ids for ids, _ in local]), [sum(counts) for counts in sizes])
+    every = [sum(n * width for n, width in zip(counts, widths)) for counts in sizes]
+    grads = _all_gather_padded("tables: gradients", torch.cat([rows.reshape(-1) for _, rows in local]), every)
     ids_of = [torch.split(part, counts) for part, counts in zip(ids, sizes)]
     grads_of = [torch.split(part, [n * width for n, width in zip(counts, widths)]) for part, counts in zip(grads, sizes)]
     out: list[tuple[Tensor, Tensor] | None] = []
@@ -231,13 +234,15 @@ def _exchange(
     return out
 
 
-def _all_gather(values: Tensor) -> list[Tensor]:
-    parts = [torch.empty_like(values) for _ in range(dist.get_world_size())]
-    dist.all_gather(parts, values)
+def _all_gather(name: str, values: Tensor) -> list[Tensor]:
+    ranks = dist.get_world_size()
+    parts = [torch.empty_like(values) for _ in range(ranks)]
+    with RECORDER.recorded(name, "all_gather", (ranks - 1) * values.nbytes, "world", ranks, values.device):
+        dist.all_gather(parts, values)
     return parts
 
 
-def _all_gather_padded(values: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+def _all_gather_padded(name: str, values: Tensor, sizes: Sequence[int]) -> list[Tensor]:
     padded = values.new_zeros(max(sizes))
     padded[: values.numel()] = values
-    return [part[:size] for part, size in zip(_all_gather(padded), sizes)]
+    return [part[:size] for part, size in zip(_all_gather(name, padded), sizes)]

@@ -14,6 +14,7 @@ from torch import Tensor
 from gem_core.batch import Batch, Jagged, KeyedJagged
 from gem_core.spec import DataSchema, GemError, Task
 from gem_core.train.labels import check_batch, weight_sums
+from gem_core.train.ledger.clock import DATA, IDS
 from gem_core.train.world import World
 
 
@@ -84,8 +85,9 @@ class Feed:
     def _read_steps(self) -> Iterator[Work]:
         while self.ran_out is None:
             begun = time.perf_counter()
-            own, error = self._read()
-            told = self._agree(own, error)
+            with self._world.clock.phase(DATA):
+                own, error = self._read()
+                told = self._agree(own, error)
             counts = told[:, 0, 0].long()
             take = int(counts.max() if self._uneven == "pad" else counts.min())
             if take < int(counts.max()):
@@ -96,7 +98,9 @@ class Feed:
             sums = told[:, :take].sum((0, 1))
             mine = own[:take] + [empty_batch(self._schema) for _ in range(take - len(own))]
             work = Work(batches=mine, rows=int(sums[1]), flops=int(sums[2]), weights=sums[3:], data_seconds=time.perf_counter() - begun)
-            yield self._prepare(work)
+            with self._world.clock.phase(IDS):
+                work = self._prepare(work)
+            yield work
 
     def _read(self) -> tuple[list[Batch], GemError | None]:
         try:

@@ -18,6 +18,8 @@ from gem_core.train.efficiency import TRAIN_OVER_FORWARD
 from gem_core.train.evaluate import Evaluation, evaluate
 from gem_core.train.feed import Feed, Work
 from gem_core.train.ids.saving import describe, ids_pieces
+from gem_core.train.ledger.clock import LOG, PAUSED
+from gem_core.train.ledger.keeper import in_words
 from gem_core.train.optim import lr_factor
 from gem_core.train.scoring import schema_as_json
 from gem_core.train.step import train_step
@@ -73,6 +75,7 @@ def _steps(run: Run, feed: Feed) -> bool:
     config, progress, limit = run.config, run.progress, run.config.train.max_steps
     if limit and progress.step >= limit:
         return True
+    run.ledger.begin(progress.step)
     mark = time.perf_counter()
     for work in feed:
         factor = lr_factor(
@@ -92,16 +95,19 @@ def _steps(run: Run, feed: Feed) -> bool:
         progress.trained_rows += work.rows
         now = time.perf_counter()
         seconds, mark = now - mark, now
+        run.ledger.end_step(progress.step, work.batches)
         progress.meter.add(rows=work.rows, forward_flops=work.flops, seconds=seconds, data_seconds=work.data_seconds, loss=result.loss)
         run.log.advance(progress.step)
         run.saver.poll()
         if progress.step % config.train.log_every == 0 or progress.step == run.total_steps:
-            _log_step(run, work, result.loss, seconds, factor=factor, grad_norm=result.grad_norm)
+            with run.world.clock.phase(LOG):
+                _log_step(run, work, result.loss, seconds, factor=factor, grad_norm=result.grad_norm)
         pause = time.perf_counter()
-        if config.train.eval_every and progress.step % config.train.eval_every == 0:
-            evaluate_now(run)
-        if config.train.checkpoint_every and progress.step % config.train.checkpoint_every == 0:
-            save(run, background=config.train.checkpoint_background)
+        with run.world.clock.phase(PAUSED):
+            if config.train.eval_every and progress.step % config.train.eval_every == 0:
+                evaluate_now(run)
+            if config.train.checkpoint_every and progress.step % config.train.checkpoint_every == 0:
+                save(run, background=config.train.checkpoint_background)
         mark += time.perf_counter() - pause  # neither is training time
         if progress.step == limit:
             return True
@@ -120,6 +126,7 @@ def _log_step(run: Run, work: Work, loss: float, seconds: float, *, factor: floa
     window = progress.meter.close_window()
     parts = world.all_gather(torch.tensor([window.loss, loss], dtype=torch.float64)).sum(0).tolist()
     stream = run.learner.stream.read(world, close_window=True)
+    steps = run.ledger.close_window()
     values: dict[str, Any] = {
         "loss": parts[0] / window.steps,
         "lr": run.learner.dense_lr * factor,
@@ -128,11 +135,12 @@ def _log_step(run: Run, work: Work, loss: float, seconds: float, *, factor: floa
         "train": stream,
         **({"ids": ids} if (ids := run.ids.read("train")) else {}),
         **window.figures(run.peak_flops),
+        **({"time": steps} if steps else {}),
     }
     run.log.event("train", progress.step, epoch=progress.epoch, rows=progress.trained_rows, **values)
     run.log.scalars("train", progress.step, values)
     rates = f"{values['samples_per_second']:.0f} samples/s  mfu {100 * values['mfu']:.2f} %"
-    run.log.say(f"step {progress.step}/{run.total_steps}  loss {values['loss']:.4f}  {rates}")
+    run.log.say(f"step {progress.step}/{run.total_steps}  loss {values['loss']:.4f}  {rates}{in_words(steps)}")
     step = StepInfo(step=progress.step, epoch=progress.epoch, loss=parts[1], rows=work.rows, seconds=seconds, flops=TRAIN_OVER_FORWARD * work.flops)
     host().notify("gem_step_finished", run=run.info, step=step)
 

@@ -107,6 +107,7 @@ def summary(run: Run, done: Evaluation) -> dict[str, Any]:
         "peak": run.manifest["peak"],
         "unknown_ids": unknown_ids(run.source),
         "ledger": {"source": run.source.ledger(), "train": progress.ledger(run.source.rows("train"))},
+        "time": run.ledger.summary(),
     }
 
 

@@ -15,6 +15,7 @@ from gem_core.train.ahead import Ahead
 from gem_core.train.diagnose import non_finite
 from gem_core.train.feed import Work
 from gem_core.train.labels import observed, row_weights
+from gem_core.train.ledger.clock import BACKWARD, COPY, FORWARD, OPTIMISER, TABLES
 from gem_core.train.metrics import StreamMetrics, stream_sums
 from gem_core.train.optim import AveragedWeights, clip_gradients
 from gem_core.train.world import World
@@ -91,7 +92,7 @@ def train_step(learner: Learner, work: Work, *, step: int, lr_factor: float, fol
     Raises:
         RunFailed: the loss or a gradient is not finite; raised before the optimisers move, those of tables that change in backward included.
     """
-    world = learner.world
+    world, phase = learner.world, learner.world.clock.phase
     for group in learner.optimizer.param_groups:
         group["lr"] = learner.dense_lr * lr_factor
     learner.embeddings.set_lr(learner.sparse_lr * lr_factor)
@@ -100,23 +101,29 @@ def train_step(learner: Learner, work: Work, *, step: int, lr_factor: float, fol
     look_late = getattr(learner.embeddings, "updates_in_step", False)
     told: list[_Told] = []
     for number, host_batch in enumerate(work.batches):
-        ready = learner.ahead.take(host_batch)
-        with learner.precision.forward_context(world.device.type):
+        with phase(COPY):
+            ready = learner.ahead.take(host_batch)
+        with phase(FORWARD), learner.precision.forward_context(world.device.type):
             logits = forward(learner.dense, learner.embeddings, ready.batch, learner.tasks, ids=ready.ids)
             loss, sums = batch_loss(logits, ready.batch, learner.tasks, work.weights)
         told.append(_Told(loss))
-        _prepare_next(learner.ahead, work.batches[number + 1 :], following)
+        with phase(COPY):
+            _prepare_next(learner.ahead, work.batches[number + 1 :], following)
         if not look_late:
             _refuse_non_finite(learner, told[number:], work.batches[number:], step)
-        (loss * world.size).backward()  # type: ignore[no-untyped-call]
+        with phase(BACKWARD):
+            (loss * world.size).backward()  # type: ignore[no-untyped-call]
         learner.stream.add(sums)
     if look_late:
         _refuse_non_finite(learner, told, work.batches, step)
-    norm = clip_gradients(learner.model, learner.clip_norm)
-    learner.optimizer.step()
-    learner.embeddings.step()
+    with phase(OPTIMISER):
+        norm = clip_gradients(learner.model, learner.clip_norm)
+        learner.optimizer.step()
+    with phase(TABLES):
+        learner.embeddings.step()
     if learner.average is not None:
-        learner.average.update()
+        with phase(OPTIMISER):
+            learner.average.update()
     return StepResult(loss=sum(loss.value() for loss in told), grad_norm=norm)
 
 

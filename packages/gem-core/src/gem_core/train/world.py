@@ -12,15 +12,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gem_core.spec import MachineError, RequestError
+from gem_core.train.ledger.clock import AGREE, Clock
 
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """Rank, number of ranks and the device of this process."""
+    """Rank, number of ranks, the device of this process, and the clock of its steps."""
 
     rank: int = 0
     size: int = 1
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    clock: Clock = field(default_factory=Clock, compare=False, repr=False)
 
     @property
     def leads(self) -> bool:
@@ -32,7 +34,8 @@ class World:
         if self.size == 1:
             return values[None]
         parts = [torch.empty_like(values) for _ in range(self.size)]
-        dist.all_gather(parts, values.contiguous())
+        with self.clock.phase(AGREE):
+            dist.all_gather(parts, values.contiguous())
         return torch.stack(parts)
 
     def gather_rows(self, values: Tensor) -> Tensor:
@@ -51,7 +54,8 @@ class World:
         if self.size == 1:
             return [value]
         out: list[Any] = [None] * self.size
-        dist.all_gather_object(out, value)
+        with self.clock.phase(AGREE):
+            dist.all_gather_object(out, value)
         return out
 
     def from_lead(self, value: Any) -> Any:

@@ -28,6 +28,7 @@ class Entry:
         stream: ``compute``, or the name of the stream it ran on.
         seconds: from issue to end, with the wait for the slowest rank; 0 where only counts are kept.
         exposed: seconds in which nothing else ran on the stream that computes (on the CPU: in the calling thread).
+        phase: what ``Ledger.phase`` was when it ended.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Entry:
     stream: str
     seconds: float
     exposed: float
+    phase: Any = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,7 +79,9 @@ class Ledger:
 
     def __init__(self) -> None:
         self._open, self._timed = False, False
-        self._spans: list[tuple[tuple[str, str, int, str, int, str], Mark, Mark, list[tuple[Mark, Mark]]]] = []
+        self._spans: list[tuple[tuple[str, str, int, str, int, str], Mark, Mark, list[tuple[Mark, Mark]], Any]] = []
+        self.phase: Any = None
+        """Set by whoever reads the record: what the process is doing now."""
 
     @property
     def open(self) -> bool:
@@ -94,9 +98,9 @@ class Ledger:
 
     def stop(self) -> list[Entry]:
         """The entries in the order in which they ended; waits for the GPU."""
-        if any(isinstance(begun, torch.cuda.Event) for _, begun, _, _ in self._spans):
+        if any(isinstance(begun, torch.cuda.Event) for _, begun, *_ in self._spans):
             torch.cuda.synchronize()
-        entries = [self._entry(facts, begun, ended, waits) for facts, begun, ended, waits in self._spans]
+        entries = [self._entry(*span) for span in self._spans]
         self._open = False
         self._spans.clear()
         return entries
@@ -132,13 +136,22 @@ class Ledger:
     def add(self, span: Span, begun: Mark, ended: Mark, waits: Sequence[tuple[Mark, Mark]]) -> None:
         """Close a span; one that was opened in an earlier record is dropped."""
         if self._open:
-            self._spans.append((span.facts, begun, ended, list(waits)))
+            self._spans.append((span.facts, begun, ended, list(waits), self.phase))
 
     @staticmethod
-    def _entry(facts: tuple[str, str, int, str, int, str], begun: Mark, ended: Mark, waits: Sequence[tuple[Mark, Mark]]) -> Entry:
+    def _entry(facts: tuple[str, str, int, str, int, str], begun: Mark, ended: Mark, waits: Sequence[tuple[Mark, Mark]], phase: Any) -> Entry:
         name, kind, sent, group, ranks, stream = facts
-        exposed = sum(_seconds(a, b) for a, b in waits)
-        return Entry(name=name, kind=kind, sent=sent, group=group, ranks=ranks, stream=stream, seconds=_seconds(begun, ended), exposed=exposed)
+        return Entry(
+            name=name,
+            kind=kind,
+            sent=sent,
+            group=group,
+            ranks=ranks,
+            stream=stream,
+            seconds=_seconds(begun, ended),
+            exposed=sum(_seconds(a, b) for a, b in waits),
+            phase=phase,
+        )
 
 
 def _seconds(begun: Mark, ended: Mark) -> float:
