@@ -39,7 +39,7 @@ def test_a_smoke_run_writes_a_row_for_each_backend_and_mode(tmp_path, capsys):
     assert [(r["op"], r["backend"], r["activation"], r["mode"]) for r in rows] == [
         *(
             ("block_attention", name, word, mode)
-            for word in ("softmax", "softmax rope")
+            for word in ("softmax", "softmax rope", "softmax rope qk_norm")
             for name in ("triton", "reference")
             for mode in ("fwd", "bwd")
         ),

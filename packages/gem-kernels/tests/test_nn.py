@@ -125,6 +125,19 @@ def test_block_layer_is_projection_attention_projection():
     assert plain(x, offsets, 5).shape == (8, 12)
 
 
+def test_block_layer_norms_queries_and_keys_by_learned_gains():
+    layer = BlockAttention(12, 3, qk_norm=True, backend="reference")
+    x, offsets = rows([5, 0, 3], 12)
+    with torch.no_grad():
+        layer.q_gain.uniform_(0.5, 2.0)
+        before = layer(x, offsets, 5)
+        layer.q.weight.mul_(100.0)
+        assert_close(layer(x, offsets, 5), before, bound=1e-3)
+    layer(x, offsets, 5).square().sum().backward()
+    assert layer.q_gain.grad.abs().sum() > 0
+    assert layer.k_gain.grad.abs().sum() > 0
+
+
 def test_hstu_layer_is_the_published_one():
     layer = HstuAttention(12, 3, window=4, backend="reference")
     x, offsets = rows([5, 0, 3], 12)

@@ -60,11 +60,51 @@ def test_a_block_sees_nothing_of_its_neighbours():
 
 
 def test_block_configurations_by_what_they_depend_on():
-    plain = {"wide_dtype": False, "turned": False, "roomy": True}
+    plain = {"wide_dtype": False, "changed": False, "roomy": True}
     assert block_launch.choose("forward", 64, **plain) == block_launch.FORWARD
-    assert block_launch.choose("forward", 64, **{**plain, "roomy": False}) == block_launch.TURNED
-    assert block_launch.choose("backward", 64, **{**plain, "turned": True}) == block_launch.TURNED_BACKWARD
+    assert block_launch.choose("forward", 64, **{**plain, "roomy": False}) == block_launch.SMALL
     assert block_launch.choose("backward", 128, **plain) == block_launch.choose("forward", 64, **{**plain, "wide_dtype": True}) == block_launch.WIDE
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("block", [20, 64])
+def test_heads_normed_by_the_kernel_are_heads_normed_before_it(dtype, block):
+    work = draw("block_attention", (70, 0, 3), dtype=dtype, block=block)
+    gains = {name: torch.randn(16).to(dtype).requires_grad_() for name in ("q_gain", "k_gain")}
+    compare(changed(work, **gains, eps=1e-3))
+    compare(changed(work, **gains, rope=angles(73, 8), rope_on_v=True))
+
+
+def test_normed_views_of_a_fused_buffer():
+    work = draw("block_attention", (40, 9))
+    q, k, v = torch.randn(49, 2, 48, requires_grad=True).split(16, dim=-1)
+    gains = {name: torch.randn(16, requires_grad=True) for name in ("q_gain", "k_gain")}
+    views = changed(work, q=q, k=k, v=v, **gains)
+    copies = changed(work, q=q.detach().clone(), k=k.detach().clone(), v=v.detach().clone(), **gains)
+    assert torch.equal(views.call(kernel_of("block_attention")), copies.call(kernel_of("block_attention")))
+    found = [torch.autograd.grad(w.call(kernel_of("block_attention")).sum(), list(gains.values())) for w in (views, copies)]
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("change", "fits"),
+    [
+        ({}, True),
+        ({"shape": (9, 2, 24)}, False),
+        ({"dtype": torch.float32}, False),
+        ({"offset": 1}, False),
+        ({"stride": (100, 36, 1)}, False),
+        ({"stride": (200, 64, 1)}, True),
+    ],
+    ids=str,
+)
+def test_what_the_copy_engine_is_given(change, fits):
+    """On a meta device, as if it were Hopper."""
+    shape = change.get("shape", (9, 2, 32))
+    x = torch.empty_strided(shape, change.get("stride", (shape[1] * shape[2], shape[2], 1)), dtype=change.get("dtype", torch.float16), device="meta")
+    with patch.object(host, "hopper", lambda like: True), patch.object(torch.Tensor, "data_ptr", lambda self: change.get("offset", 0) * 2):
+        assert block_launch._copied(x) == fits
+    assert not block_launch._copied(torch.zeros(9, 2, 32).half())
 
 
 # ---- norm_linear ----------------------------------------------------------------------------------------------------------------------
@@ -185,6 +225,7 @@ def test_a_transposed_matrix_a_row_is_read_by_stride():
 FAULTS = [
     ("block_attention", {"block": 8}, {"block": 16}),
     ("block_attention", {"rope": angles(39, 8)}, {"rope": None}),
+    ("block_attention", {"q_gain": torch.full((16,), 2.0, requires_grad=True), "k_gain": torch.ones(16, requires_grad=True)}, {"eps": 0.5}),
     ("pooled_attention", {}, {"scale": 0.26}),
     ("norm_linear", {"norm": "layer"}, {"norm": "rms"}),
     ("norm_linear", {"where": "before"}, {"eps": 0.1}),

@@ -49,6 +49,29 @@ def test_rope_turns_interleaved_pairs(offsets_of, randn, on_v):
     assert_close(got, want, bound=1e-13)
 
 
+def test_norms_divide_each_head_by_its_root_mean_square_before_the_rotation(offsets_of, randn):
+    q, k, v, angles = randn(TOKENS, 2, 6), randn(TOKENS, 2, 6), randn(TOKENS, 2, 6), randn(TOKENS, 3, grad=False)
+    gains = {"q_gain": randn(6), "k_gain": randn(6)}
+
+    def normed(x, gain):
+        out = torch.zeros_like(x)
+        for t in range(TOKENS):
+            for head in range(2):
+                out[t, head] = x[t, head] / math.sqrt(sum(float(e) ** 2 for e in x[t, head].detach()) / 6 + 0.01) * gain
+        return out.detach()
+
+    got = block_attention(q, k, v, offsets_of(LENGTHS), max_length=9, block=4, rope=angles, **gains, eps=0.01)
+    want = block_attention(normed(q, gains["q_gain"]), normed(k, gains["k_gain"]), v, offsets_of(LENGTHS), max_length=9, block=4, rope=angles)
+    assert_close(got, want, bound=1e-13)
+
+
+def test_normed_scores_do_not_depend_on_the_size_of_queries(offsets_of, randn):
+    q, k, v, offsets = randn(TOKENS, 1, 4), randn(TOKENS, 1, 4), randn(TOKENS, 1, 4), offsets_of(LENGTHS)
+    gains = {"q_gain": randn(4), "k_gain": randn(4)}
+    here = block_attention(q, k, v, offsets, max_length=9, **gains, eps=1e-12)
+    assert_close(block_attention(q * 1000, k * 0.01, v, offsets, max_length=9, **gains, eps=1e-12), here, bound=1e-5)
+
+
 def test_rope_scores_depend_on_angle_differences_only(offsets_of, randn):
     q, k, v, offsets = randn(TOKENS, 1, 4), randn(TOKENS, 1, 4), randn(TOKENS, 1, 4), offsets_of(LENGTHS)
     angles = randn(TOKENS, 2, grad=False)
@@ -78,6 +101,16 @@ def test_gradcheck(offsets_of, randn, options):
     options = {**options, "rope": randn(6, 2, grad=False)} if options else {}
     offsets = offsets_of([2, 0, 4])
     assert torch.autograd.gradcheck(lambda q, k, v: block_attention(q, k, v, offsets, max_length=4, block=3, **options), (q, k, v))
+
+
+def test_gradcheck_of_norms(offsets_of, randn):
+    q, k, v, q_gain, k_gain = randn(6, 2, 4), randn(6, 2, 4), randn(6, 2, 4), randn(4), randn(4)
+    offsets, angles = offsets_of([2, 0, 4]), randn(6, 2, grad=False)
+
+    def call(q, k, v, q_gain, k_gain):
+        return block_attention(q, k, v, offsets, max_length=4, block=3, rope=angles, q_gain=q_gain, k_gain=k_gain)
+
+    assert torch.autograd.gradcheck(call, (q, k, v, q_gain, k_gain))
 
 
 @pytest.mark.parametrize("lengths", [[], [0], [0, 0]])
@@ -118,6 +151,11 @@ def test_flops_charge_a_short_block_for_its_own_tokens_only():
         ({"rope": torch.zeros(5, 4).double()}, r"rope has shape \[5, 4\]"),
         ({"rope": torch.zeros(5, 2).double().requires_grad_()}, "gradient True"),
         ({"rope_on_v": True}, "rope_on_v needs angles"),
+        ({"q_gain": torch.ones(4).double()}, "k_gain is missing"),
+        ({"k_gain": torch.ones(4).double()}, "q_gain is missing"),
+        ({"q_gain": torch.ones(4).double(), "k_gain": torch.ones(4)}, "k_gain is torch.float32"),
+        ({"q_gain": torch.ones(5).double(), "k_gain": torch.ones(4).double()}, r"q_gain has shape \[5\]"),
+        ({"q_gain": torch.ones(4).double(), "k_gain": torch.ones(4).double(), "eps": 0.0}, "eps is 0.0"),
         ({"v": torch.randn(5, 2, 3).double(), "rope": torch.zeros(5, 2).double(), "rope_on_v": True}, "v as wide as q"),
     ],
 )

@@ -156,6 +156,7 @@ class BlockAttention(_Attention):
         block: tokens of a block.
         base: of the rotation's frequencies; None rotates nothing.
         rotate_values: rotate the values too.
+        qk_norm: divide each head of q and k by its root mean square and multiply it by a learned gain, before the rotation.
         backend: name of a kernel, or None.
     """
 
@@ -168,10 +169,12 @@ class BlockAttention(_Attention):
         block: int = 64,
         base: float | None = 10_000.0,
         rotate_values: bool = False,
+        qk_norm: bool = False,
         backend: str | None = None,
     ) -> None:
         super().__init__(width, heads, head_dim=head_dim, kv_heads=None, window=None, backend=backend)
         self.block, self.base, self.rotate_values = block, base, rotate_values
+        self.q_gain, self.k_gain = (nn.Parameter(torch.ones(self.head_dim)) if qk_norm else None for _ in range(2))
 
     def forward(self, x: Tensor, offsets: Tensor, max_length: int) -> Tensor:
         """``x`` ``[tokens, width]`` with ``offsets`` int64 ``[rows + 1]`` to ``[tokens, width]``."""
@@ -181,6 +184,7 @@ class BlockAttention(_Attention):
             steps = torch.arange(self.head_dim // 2, device=x.device, dtype=torch.float32)
             rope = positions(offsets, x.shape[0])[:, None] * self.base ** (-2.0 / self.head_dim * steps)
         options: dict[str, Any] = {"block": self.block, "rope": rope, "rope_on_v": self.rotate_values and rope is not None}
+        options |= {"q_gain": self.q_gain, "k_gain": self.k_gain}
         o = block_attention(q, k, v, offsets, max_length=max_length, backend=self.backend, **options)
         out: Tensor = self.out(o.flatten(1))
         return out

@@ -117,7 +117,7 @@ def gem_kernel_impls() -> Sequence[KernelImpl]:
         _gluon("jagged_attention", "gem_kernels.ops.jagged_attention.launch:gluon", ("cross", "causal", "window", "broadcast_q", "gqa", "lse")),
         *_sdpa("jagged_attention", ("cross", "causal", "window", "broadcast_q", "bias", "gqa")),
         *_sdpa("pooled_attention", ("per_row_seeds", "gqa")),
-        _portable("block_attention", ("rope", "rope_v"), "check_block_attention"),
+        replace(_portable("block_attention", ("rope", "rope_v", "qk_norm"), "check_block_attention"), contract=2),
         replace(_gluon("hstu_attention", "gem_kernels.ops.hstu_attention.launch:gluon", ("causal", "noncausal", "window")), dtypes=("bf16",)),
         _portable("hstu_attention", ("causal", "noncausal", "window", "contextual", "targets", "bias"), "check_attention"),
         _portable("pooled_attention", ("per_row_seeds", "gqa"), "check_attention"),

@@ -5,12 +5,11 @@ from gem_core.spec.kernels import DEVICES, DTYPES, KernelImpl, OpSpec
 ACTIVATIONS = ("gelu", "gelu_tanh", "gelu_fast", "silu", "relu", "relu2", "leaky_relu", "hardswish", "identity")
 _ACTIVATION_WORDS = tuple(f"act_{name}" for name in ACTIVATIONS)
 _FLOATS = ("fp64", "fp32", "bf16", "fp16")
-_CONTRACT = 1
 
 
-def _op(name: str, summary: str, features: tuple[str, ...] = (), module: str = "", prefix: str = "") -> OpSpec:
+def _op(name: str, summary: str, features: tuple[str, ...] = (), module: str = "", prefix: str = "", contract: int = 1) -> OpSpec:
     path = f"gem_core.ops.{module or name}:{prefix}"
-    return OpSpec(name=name, contract=_CONTRACT, features=features, reference=f"{path}reference", flops=f"{path}flops", summary=summary)
+    return OpSpec(name=name, contract=contract, features=features, reference=f"{path}reference", flops=f"{path}flops", summary=summary)
 
 
 OPS = (
@@ -24,7 +23,12 @@ OPS = (
         "attention with a pointwise activation in the place of softmax",
         ("cross", "window", "broadcast_q", "dense_kv", "gqa", "scale_after", *_ACTIVATION_WORDS),
     ),
-    _op("block_attention", "softmax attention inside diagonal blocks, with rotary embedding", ("rope", "rope_v")),
+    _op(
+        "block_attention",
+        "softmax attention inside diagonal blocks, with norms of queries and keys and rotary embedding",
+        ("rope", "rope_v", "qk_norm"),
+        contract=2,
+    ),
     _op(
         "hstu_attention",
         "SiLU attention of HSTU with contextual prefix, targets and relative bias",

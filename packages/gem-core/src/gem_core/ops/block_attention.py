@@ -1,10 +1,12 @@
-"""Softmax attention inside the diagonal blocks of each row, optionally with rotary position embedding.
+"""Softmax attention inside the diagonal blocks of each row, optionally with norms of queries and keys and rotary position embedding.
 
+Norms of queries and keys (QK-norm) are RMSNorms over the head size with a learned gain, as in Qwen3 and Gemma 3.
 Sources: block attention of https://pytorch.org/blog/tlx-block-attention-a-warp-specialized-blackwell-kernel-for-fixed-block-sparse-self-attention/ ;
-rotary embedding, arXiv 2104.09864.
+rotary embedding, arXiv 2104.09864; norms of queries and keys, arXiv 2010.04245 and, by RMSNorm, arXiv 2505.09388.
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from gem_core.ops import masks
@@ -26,6 +28,9 @@ def block_attention(
     scale: float | None = None,
     rope: Tensor | None = None,
     rope_on_v: bool = False,
+    q_gain: Tensor | None = None,
+    k_gain: Tensor | None = None,
+    eps: float = 1e-6,
     backend: str | None = None,
 ) -> Tensor:
     """``softmax(scale * q k^T) v`` where a token sees the tokens of its own block of its row; not causal.
@@ -41,6 +46,10 @@ def block_attention(
         rope: rotation angles ``[tokens, dim // 2]`` in radians, float32 (float64 for float64 inputs), without gradient; q and k are rotated by them
             in interleaved pairs ``(0, 1), (2, 3), ...``.
         rope_on_v: rotate v too; then ``v_dim`` equals ``dim``.
+        q_gain: ``[dim]``; with it, and only together with ``k_gain``, each head of q is divided by its root mean square and multiplied by this,
+            before the rotation. All heads share it.
+        k_gain: ``[dim]``, the same for k.
+        eps: added to the mean square.
         backend: name of a backend; None chooses by policy.
 
     Returns:
@@ -51,7 +60,22 @@ def block_attention(
             (seen on the CPU only; on CUDA the rest is cut: it gives zeros and gets zero gradients).
         KernelUnavailable: the named backend does not fit.
     """
-    out: Tensor = run(check, backend, q, k, v, offsets, max_length=max_length, block=block, scale=scale, rope=rope, rope_on_v=rope_on_v)
+    out: Tensor = run(
+        check,
+        backend,
+        q,
+        k,
+        v,
+        offsets,
+        max_length=max_length,
+        block=block,
+        scale=scale,
+        rope=rope,
+        rope_on_v=rope_on_v,
+        q_gain=q_gain,
+        k_gain=k_gain,
+        eps=eps,
+    )
     return out
 
 
@@ -66,6 +90,9 @@ def check(
     scale: float | None = None,
     rope: Tensor | None = None,
     rope_on_v: bool = False,
+    q_gain: Tensor | None = None,
+    k_gain: Tensor | None = None,
+    eps: float = 1e-6,
 ) -> KernelRequest:
     """Check a call of ``block_attention`` and describe it."""
     op = "block_attention"
@@ -91,7 +118,20 @@ def check(
         features.add("rope_v")
         if rope is None or v.shape[2] != q.shape[2]:
             refuse(op, "rope_on_v needs angles and a v as wide as q", "Give rope, and v_dim equal to dim.")
-    return make_request(op, q, features, (q, k, v), head_dim=q.shape[-1])
+    if q_gain is not None or k_gain is not None:
+        features.add("qk_norm")
+        _check_gains(op, q, {"q_gain": q_gain, "k_gain": k_gain}, eps)
+    return make_request(op, q, features, (q, k, v, q_gain, k_gain), head_dim=q.shape[-1])
+
+
+def _check_gains(op: str, q: Tensor, gains: dict[str, Tensor | None], eps: float) -> None:
+    check_tensors(op, q, gains)
+    for name, gain in gains.items():
+        if gain is None:
+            refuse(op, f"{name} is missing", "Give gains for both q and k, or for neither.")
+        check_shape(op, name, gain, ((q.shape[2],),))
+    if eps <= 0:
+        refuse(op, f"eps is {eps}", "Give a positive number.")
 
 
 def rotate(x: Tensor, angles: Tensor) -> Tensor:
@@ -113,9 +153,14 @@ def reference(
     scale: float | None = None,
     rope: Tensor | None = None,
     rope_on_v: bool = False,
+    q_gain: Tensor | None = None,
+    k_gain: Tensor | None = None,
+    eps: float = 1e-6,
 ) -> Tensor:
     """What ``block_attention`` means: each padded row is cut into blocks, and each block attends to itself."""
     wide_q, wide_k, wide_v = widen(q), widen(k), widen(v)
+    if q_gain is not None and k_gain is not None:
+        wide_q, wide_k = (F.rms_norm(x, gain.shape, widen(gain), eps) for x, gain in ((wide_q, q_gain), (wide_k, k_gain)))
     if rope is not None:
         wide_q, wide_k = rotate(wide_q, rope), rotate(wide_k, rope)
         wide_v = rotate(wide_v, rope) if rope_on_v else wide_v

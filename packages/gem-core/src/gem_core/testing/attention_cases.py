@@ -150,8 +150,12 @@ def _one_offsets(call: Call, **options: Any) -> Call:
     return (q, k, v, offsets), {"max_length": named.pop("max_q"), **{n: o for n, o in named.items() if n != "max_k"}, **options}
 
 
-def _block(inputs: Inputs, lengths: list[int], *, rope: bool = False, layout: str = "separate", v_dim: int = 0, **options: Any) -> Call:
+def _block(
+    inputs: Inputs, lengths: list[int], *, rope: bool = False, norm: bool = False, layout: str = "separate", v_dim: int = 0, **options: Any
+) -> Call:
     arguments, named = _one_offsets(self_attention(inputs, lengths, layout=layout, v_dim=v_dim), **options)
+    if norm:
+        named["q_gain"], named["k_gain"] = inputs.tensor(inputs.head_dim), inputs.tensor(inputs.head_dim)
     if rope:
         named["rope"] = inputs.angles(sum(lengths), inputs.head_dim // 2)
     return arguments, named
@@ -170,6 +174,11 @@ def _block_attention() -> OpCases:
         Case("rope", partial(_block, lengths=LENGTHS["tile_edges"], rope=True)),
         Case("rope_on_v", partial(_block, lengths=odd, rope=True, rope_on_v=True)),
         Case("rope_fused_views", partial(_block, lengths=odd, rope=True, layout="fused")),
+        Case("qk_norm", partial(_block, lengths=odd, norm=True)),
+        Case("qk_norm_eps", partial(_block, lengths=LENGTHS["tile_edges"], norm=True, eps=0.5, v_dim=8)),
+        Case("qk_norm_rope", partial(_block, lengths=LENGTHS["tile_edges"], norm=True, rope=True)),
+        Case("qk_norm_rope_on_v_fused_views", partial(_block, lengths=odd, norm=True, rope=True, rope_on_v=True, layout="fused")),
+        Case("qk_norm_empty_batch", partial(_block, lengths=[], norm=True)),
     ]
     return OpCases(tuple(cases), _block, lambda inputs: _shorten(_block(inputs, [3, 90, 0, 20])))
 

@@ -71,7 +71,7 @@ def _rows(op: str, variant: str, shape: str, dtype: str, only: list[str] | None,
     form = SHAPES[shape]
     small = build(op, variant, form, list(SMOKE if smoke else SMALL), kind, device)
     work = small if smoke else build(op, variant, form, form.lengths(BATCH), kind, device)
-    about = {**_machine(), "op": op, "activation": " ".join(filter(None, (ACTIVATION_OF.get(op, ""), variant))), "dtype": dtype, "shape": shape}
+    about = {**machine(), "op": op, "activation": " ".join(filter(None, (ACTIVATION_OF.get(op, ""), variant))), "dtype": dtype, "shape": shape}
     peers = {} if smoke else {name: f for name, f in peers_of(work, variant).items() if takes(name, work)}
     names = [*backends_of(op), *peers] if only or smoke else [name for name in (*backends_of(op), *peers) if name != REFERENCE]
     for name in (n for n in names if only is None or n in only):
@@ -91,7 +91,8 @@ def _rows(op: str, variant: str, shape: str, dtype: str, only: list[str] | None,
                 yield {**row, "mode": mode, "note": "out of memory"}
 
 
-def _machine() -> dict[str, str]:
+def machine() -> dict[str, str]:
+    """Date, GPU and versions, as every row of results begins."""
     import torch
 
     try:

@@ -67,5 +67,5 @@ ACTIVATION_OF = {
     "pffn": "gelu",
 }
 """Activation that each op is timed with, or its norm; none where it has none."""
-VARIANTS_OF = {"block_attention": ("", "rope"), "norm_linear": ("after", "before"), "hstu_attention": ("causal",)}
+VARIANTS_OF = {"block_attention": ("", "rope", "rope qk_norm"), "norm_linear": ("after", "before"), "hstu_attention": ("causal",)}
 """Variants of an op that are timed apart; they join the activation's column."""

@@ -128,7 +128,9 @@ def _hstu(draw: _Draw, variant: str, shape: Shape) -> Built:
 
 def _block(draw: _Draw, variant: str, shape: Shape) -> Built:
     arguments = _own_rows(draw)
-    if variant == "rope":
+    if "qk_norm" in variant:
+        arguments |= {"q_gain": draw.tensor(DIM), "k_gain": draw.tensor(DIM)}
+    if "rope" in variant:
         positions = torch.arange(draw.tokens, device=draw.device)[:, None] % draw.longest
         arguments["rope"] = positions * 10_000.0 ** -torch.linspace(0, 1, DIM // 2, device=draw.device)
     return arguments, {"lengths": draw.lengths, "heads": HEADS, "dim": DIM, "block": BLOCK}, ATTENTION_BACKWARD

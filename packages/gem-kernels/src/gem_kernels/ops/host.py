@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from gem_core.ops.dispatch import cuda_arch
 from gem_core.spec import KernelUnavailable, MachineError
 from gem_kernels.common.schedule import programs as programs_on
 from gem_kernels.ops.limits import NO_BF16
@@ -86,6 +87,11 @@ def _device(index: int) -> Any:
 def roomy(like: Tensor) -> bool:
     """Whether an SM has the shared memory of data-centre GPUs from Hopper on, 227 KiB a program; kernels take smaller tiles elsewhere."""
     return like.is_cuda and int(_device(like.device.index or 0).shared_memory_per_block_optin) >= 227 * 1024
+
+
+def hopper(like: Tensor) -> bool:
+    """Whether the device has Hopper's copy engine, compute capability 9.0."""
+    return like.is_cuda and not interpreted() and cuda_arch(like.device.index or 0) == 90
 
 
 def multiprocessors(like: Tensor) -> int:

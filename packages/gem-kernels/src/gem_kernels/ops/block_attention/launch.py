@@ -13,9 +13,12 @@ from gem_core.spec import KernelUnavailable
 from gem_kernels.ops import host
 from gem_kernels.ops.direct import differentiable, direct
 from gem_kernels.ops.limits import MAX_BLOCK, MAX_BLOCK_WIDTH
+from gem_kernels.ops.norm_linear.launch import norm_rows_grad
 
 TILE = 64
 """Tokens of a tile, for blocks up to it: smaller blocks share one."""
+AXIS = 2**31 - 2**16
+"""Size of the descriptor axes that are not to end anywhere."""
 
 
 class Config(NamedTuple):
@@ -28,22 +31,22 @@ class Config(NamedTuple):
 
 
 FORWARD = Config(8, 4, 2, None)
-TURNED = Config(8, 4, 1, 168)
-"""Forward with rotation, and where shared memory is short."""
-BACKWARD = Config(8, 4, 1, None)
-TURNED_BACKWARD = Config(1, 4, 1, None)
+BACKWARD = Config(8, 4, 2, None)
+SMALL = Config(8, 4, 1, 168)
+"""Where shared memory is short."""
+SMALL_BACKWARD = Config(1, 4, 1, None)
 WIDE = Config(1, 8, 1, None)
 """Float32 inputs, and blocks above ``TILE``."""
 INTERPRETER = Config(2, 1, 1, None)
 
 
-def choose(kernel: str, tile: int, *, wide_dtype: bool, turned: bool, roomy: bool) -> Config:
-    """The configuration of a CUDA launch of ``forward`` or ``backward``, measured on an H200."""
+def choose(kernel: str, tile: int, *, wide_dtype: bool, changed: bool, roomy: bool) -> Config:
+    """The configuration of a CUDA launch of ``forward`` or ``backward``, measured on an H200; ``changed``: q and k are normed or turned."""
     if wide_dtype or tile > TILE:
         return WIDE
     if kernel == "backward":
-        return TURNED_BACKWARD if turned else BACKWARD
-    return FORWARD if roomy and not turned else TURNED
+        return BACKWARD if roomy else SMALL_BACKWARD
+    return FORWARD if roomy else SMALL
 
 
 def block_attention(
@@ -57,6 +60,9 @@ def block_attention(
     scale: float | None = None,
     rope: Tensor | None = None,
     rope_on_v: bool = False,
+    q_gain: Tensor | None = None,
+    k_gain: Tensor | None = None,
+    eps: float = 1e-6,
 ) -> Tensor:
     """Softmax attention inside the diagonal blocks of each row; shapes and meaning are those of ``gem_core.ops.block_attention``.
 
@@ -69,7 +75,7 @@ def block_attention(
         so = f"a block of {block} is above {limit}, the most in {q.dtype}"
         raise KernelUnavailable("block_attention with backend 'triton'", so, "Use backend='reference'.")
     factor = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    out: Tensor = _op(q, k, v, offsets, rope, max_length, block, factor, rope_on_v)
+    out: Tensor = _op(q, k, v, q_gain, k_gain, offsets, rope, max_length, block, factor, rope_on_v, float(eps))
     return out
 
 
@@ -78,56 +84,132 @@ def _kernels() -> Any:
     return import_module("gem_kernels.ops.block_attention.triton")
 
 
-Settings = tuple[int, int, float, bool]
-"""``max_length, block, scale, rope_on_v``."""
+@cache
+def _descriptor() -> Any:
+    """A descriptor without the checks of Triton's, which take longer than the rest of a launch; ``_copied`` has seen to what they ask."""
+    base = import_module("triton.tools.tensor_descriptor").TensorDescriptor
+    return type("Ragged", (base,), {"__post_init__": lambda self: None})
 
 
-def _run(kernel: str, q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, rope: Tensor | None, settings: Settings, **results: Any) -> None:
-    max_length, block, scale, rope_on_v = settings
+def _ragged(x: Tensor, rows: int) -> Any:
+    """The ragged descriptor of ``gem_kernels.common.hopper.language`` for tiles of ``rows`` tokens of one head of ``x [tokens, heads, width]``."""
+    token, (heads, width) = x.stride(0), x.shape[1:]
+    shape = [AXIS, AXIS, 2**30, (heads - 1) * x.stride(1) + width]
+    return _descriptor()(x, shape, [2**34 - token, token, token, 1], [1, 1, rows, width])
+
+
+def _copied(*tensors: Tensor) -> bool:
+    """Whether Hopper's copy engine can address the tensors and a tile of theirs holds one head and nothing else."""
+    return host.hopper(tensors[0]) and all(
+        x.element_size() == 2
+        and x.shape[-1] == host.block_width(x.shape[-1])
+        and x.data_ptr() % 16 == 0
+        and x.stride(0) % 8 == 0
+        and x.stride(1) % 8 == 0
+        and x.shape[0] <= 2**30
+        and (x.shape[1] - 1) * x.stride(1) + x.shape[2] <= AXIS
+        for x in tensors
+    )
+
+
+Settings = tuple[int, int, float, bool, float]
+"""``max_length, block, scale, rope_on_v, eps``."""
+Inputs = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor, Tensor | None]
+"""``q, k, v, q_gain, k_gain, offsets, rope``."""
+
+
+def _inputs(q: Tensor, k: Tensor, v: Tensor, q_gain: Tensor | None, k_gain: Tensor | None, offsets: Tensor, rope: Tensor | None) -> Inputs:
+    """As the kernels read them."""
+    q, k, v = host.readable(q, k, v)
+    gains = tuple(None if gain is None else gain.contiguous() for gain in (q_gain, k_gain))
+    return q, k, v, gains[0], gains[1], offsets, None if rope is None else host.readable(rope)[0]
+
+
+def _run(kernel: str, inputs: Inputs, settings: Settings, results: dict[str, Tensor], *, dout: Tensor | None = None) -> None:
+    """Launch a kernel, which writes ``results``."""
+    q, k, v, q_gain, k_gain, offsets, rope = inputs
+    max_length, block, scale, rope_on_v, eps = settings
     rows, heads, dim, v_dim = offsets.shape[0] - 1, q.shape[1], q.shape[2], v.shape[2]
+    normed, upstream = q_gain is not None, {} if dout is None else {"dout": dout}
     tile = TILE if block <= TILE else MAX_BLOCK
     span = tile // block * block
-    options = {"wide_dtype": q.element_size() > 2, "turned": rope is not None, "roomy": host.roomy(q)}
+    engine = _copied(q, k, v, *upstream.values())
+    options = {"wide_dtype": q.element_size() > 2, "changed": normed or rope is not None, "roomy": host.roomy(q)}
     config = INTERPRETER if host.interpreted() else choose(kernel, tile, **options)
     chunk = span * config.tiles
+    arguments: dict[str, Any] = {"q": q, "k": k, "v": v, **upstream}
+    if engine:
+        arguments = {name: _ragged(x, tile) for name, x in arguments.items()}
+    arguments |= results | {f"{name}_desc": _ragged(x, tile) if engine else None for name, x in results.items()}
     host.launch(
-        getattr(_kernels(), f"{kernel}_kernel"), q, rows * heads * -(-max_length // chunk), q=q, k=k, v=v, rope=rope, offsets=offsets, rows=rows,
-        heads=heads, total=q.shape[0], max_length=max_length, scale=scale,
+        getattr(_kernels(), f"{kernel}_kernel"), q, rows * heads * -(-max_length // chunk), rope=rope, q_gain=q_gain, k_gain=k_gain, offsets=offsets,
+        rows=rows, heads=heads, total=q.shape[0], max_length=max_length, scale=scale, eps=eps,
         q_token=q.stride(0), q_head=q.stride(1), k_token=k.stride(0), k_head=k.stride(1), v_token=v.stride(0), v_head=v.stride(1),
         rope_token=0 if rope is None else rope.stride(0), DIM=dim, V_DIM=v_dim, BLOCK=block, SPAN=span, ROWS=tile, CHUNK=chunk,
-        BLOCK_D=host.block_width(dim), BLOCK_V=host.block_width(v_dim), ROPE=rope is not None, ROPE_V=rope_on_v,
-        FAST=host.approximate(q), PRECISION=host.precision(q), STAGES=config.stages, num_warps=config.warps,
-        maxnreg=config.registers, **results,
+        BLOCK_D=host.block_width(dim), BLOCK_V=host.block_width(v_dim), ROPE=rope is not None, ROPE_V=rope_on_v, NORM=normed,
+        FAST=host.approximate(q), PRECISION=host.precision(q), STAGES=config.stages, ENGINE=engine, num_warps=config.warps,
+        maxnreg=config.registers, **arguments,
     )  # fmt: skip
 
 
 @torch.library.custom_op("gem_kernels::block_attention", mutates_args=())
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, rope: Tensor | None, max_length: int, block: int, scale: float, rope_on_v: bool
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_gain: Tensor | None,
+    k_gain: Tensor | None,
+    offsets: Tensor,
+    rope: Tensor | None,
+    max_length: int,
+    block: int,
+    scale: float,
+    rope_on_v: bool,
+    eps: float,
 ) -> Tensor:
-    host.check_call("block_attention", q, (k, v), width=max(q.shape[-1], v.shape[-1]), limit=MAX_BLOCK_WIDTH)
-    q, k, v = host.readable(q, k, v)
+    host.check_call("block_attention", q, (k, v, q_gain, k_gain), width=max(q.shape[-1], v.shape[-1]), limit=MAX_BLOCK_WIDTH)
     shape = (q.shape[0], q.shape[1], v.shape[-1])
-    if offsets.shape[0] < 2 or max_length == 0:
+    if offsets.shape[0] < 2 or max_length == 0 or q.shape[0] == 0:
         return q.new_zeros(shape)
     out = q.new_empty(shape)
-    angles = None if rope is None else host.readable(rope)[0]
-    _run("forward", q, k, v, offsets, angles, (max_length, block, scale, rope_on_v), out=out)
+    _run("forward", _inputs(q, k, v, q_gain, k_gain, offsets, rope), (max_length, block, scale, rope_on_v, eps), {"out": out})
     return out
 
 
 @torch.library.custom_op("gem_kernels::block_attention_grad", mutates_args=())
 def _grad(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, rope: Tensor | None, max_length: int, block: int, scale: float, rope_on_v: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    q, k, v = host.readable(q, k, v)
-    if offsets.shape[0] < 2 or max_length == 0:
-        return q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
-    dq, dk, dv = (t.new_empty(t.shape) for t in (q, k, v))
-    angles = None if rope is None else host.readable(rope)[0]
-    settings = (max_length, block, scale, rope_on_v)
-    _run("backward", q, k, v, offsets, angles, settings, dout=dout.contiguous(), dq=dq, dk=dk, dv=dv)
-    return dq, dk, dv
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_gain: Tensor | None,
+    k_gain: Tensor | None,
+    offsets: Tensor,
+    rope: Tensor | None,
+    max_length: int,
+    block: int,
+    scale: float,
+    rope_on_v: bool,
+    eps: float,
+) -> list[Tensor]:
+    """Gradients of q, k and v, and of both gains where there are any."""
+    gains = [] if q_gain is None or k_gain is None else [q_gain, k_gain]
+    if offsets.shape[0] < 2 or max_length == 0 or q.shape[0] == 0:
+        return [t.new_zeros(t.shape) for t in (q, k, v, *gains)]
+    grads = [t.new_empty(t.shape) for t in (q, k, v)]
+    settings, inputs = (max_length, block, scale, rope_on_v, eps), _inputs(q, k, v, q_gain, k_gain, offsets, rope)
+    _run("backward", inputs, settings, dict(zip(("dq", "dk", "dv"), grads, strict=True)), dout=dout.contiguous())
+    if q_gain is None or k_gain is None:
+        return grads
+    (dq, dq_gain), (dk, dk_gain) = _through_norm(grads[0], q, q_gain, eps), _through_norm(grads[1], k, k_gain, eps)
+    return [dq, dk, grads[2], dq_gain, dk_gain]
+
+
+def _through_norm(dy: Tensor, x: Tensor, gain: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Gradients of heads and gain by that of the normed heads."""
+    dx, dgain, _ = norm_rows_grad(dy.view(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1]), None, gain.contiguous(), None, layer=False, eps=eps)
+    assert dgain is not None  # as there is a gain
+    return dx.view(x.shape), dgain
 
 
 @_forward.register_fake
@@ -136,25 +218,27 @@ def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
 
 
 @_grad.register_fake
-def _(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+def _(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, q_gain: Tensor | None, k_gain: Tensor | None, *rest: Any) -> list[Tensor]:
+    return [t.new_empty(t.shape) for t in (q, k, v, q_gain, k_gain) if t is not None]
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs[:5])
-    ctx.settings = inputs[5:]
+    ctx.save_for_backward(*inputs[:7])
+    ctx.settings = inputs[7:]
 
 
 def _backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
     grads = direct(_grad, dout, *ctx.saved_tensors, *ctx.settings)
-    return (*grads, *(None,) * 6)
+    return (*grads, *(None,) * (12 - len(grads)))
 
 
 _op = differentiable(_forward, _backward, _save)
 
 
 @register_flop_formula(torch.ops.gem_kernels.block_attention, get_raw=True)
-def _forward_flops(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, rope: Any, max_length: int, block: int, *args: Any, **kwargs: Any) -> int:
+def _forward_flops(
+    q: Tensor, k: Tensor, v: Tensor, q_gain: Any, k_gain: Any, offsets: Tensor, rope: Any, max_length: int, block: int, *args: Any, **kwargs: Any
+) -> int:
     return flops(lengths=host.row_lengths(offsets, max_length), heads=q.shape[1], dim=q.shape[2], v_dim=v.shape[2], block=block)
 
 

@@ -1,11 +1,15 @@
-"""Softmax attention inside diagonal blocks, forward and backward, with rotary embedding in the same pass.
+"""Softmax attention inside diagonal blocks, forward and backward, with norms of queries and keys and rotary embedding in the same pass.
 
 A tile is ``ROWS`` consecutive tokens of one row: one block, or several small ones. All keys that its queries see lie in it, so the softmax needs no
 second look and nothing is saved for the backward pass, which recomputes it: forward reads q, k, v and writes out, backward reads q, k, v, dout and
 writes dq, dk, dv, each once. The heads of a tile are neighbours in the grid, so that the angles they share come from L2.
 
 Gradients, with p the weights: dv = pᵀ do, ds = p * (do vᵀ - rowsum(p * do vᵀ)), dq = ds k, dk = dsᵀ q. Rotations are orthogonal: the gradient of an
-input is the gradient of its rotated form, turned back.
+input is the gradient of its rotated form, turned back. With norms, dq and dk are the gradients of the normed tiles: taking them through the norm here
+costs more registers than a pass over rows of their own costs time.
+
+ENGINE: q, k, v, dout and the results are ragged descriptors of Hopper's copy engine (``common.hopper.language`` says how they end at a row). Tiles
+then reach shared memory past the registers, of which the backward pass has too few: with loads through them it spills.
 """
 
 # Kernels are compiled from their source: they carry no types, and branches on compile-time values keep their form.
@@ -16,6 +20,7 @@ from gem_kernels.common.offsets import load_rows, row_span, store_rows, zero_row
 
 _VARYING = ["rows", "total", "max_length", "tiles"]
 LOG2E = tl.constexpr(1.4426950408889634)
+END = tl.constexpr(2**30)
 # 2 pi in two parts: whole turns times the first are exact up to 100,000 radians, the second is the rest.
 TURN, TURN_REST, TURNS = tl.constexpr(6.28125), tl.constexpr(0.0019353071795864769), tl.constexpr(0.15915494309189535)
 
@@ -72,86 +77,133 @@ def _weights(q, k, count, scale, BLOCK: tl.constexpr, ROWS: tl.constexpr, PRECIS
     return p * (1.0 / tl.where(z == 0.0, 1.0, z))[:, None]
 
 
+@triton.jit
+def _load(x, head, start, first, until, x_token, x_head, ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ENGINE: tl.constexpr):
+    """``[ROWS, BLOCK]`` of one head from token ``first`` of the row at ``start``; zeros from token ``until`` on."""
+    if ENGINE:
+        at = [END, (start + until).to(tl.int32), (END - until + first).to(tl.int32), (head * x_head).to(tl.int32)]
+        tile = tl.reshape(x.load(at), [ROWS, BLOCK])
+    else:
+        tile = load_rows(x + head * x_head + start * x_token, first, until, x_token, ROWS, WIDTH, BLOCK)
+    return tile
+
+
+@triton.jit
+def _store(x, tile, head, start, first, until, heads, ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ENGINE: tl.constexpr):
+    """Store what ``_load`` would load, to contiguous memory."""
+    if ENGINE:
+        at = [END, (start + until).to(tl.int32), (END - until + first).to(tl.int32), (head * WIDTH).to(tl.int32)]
+        x.store(at, tl.reshape(tile.to(x.dtype), [1, 1, ROWS, BLOCK]))
+    else:
+        store_rows(x + head * WIDTH + start * heads * WIDTH, tile, first, until, heads * WIDTH, ROWS, WIDTH, BLOCK)
+
+
+@triton.jit
+def _ready(x, gain, cos, sin, eps, NORM: tl.constexpr, TURN_IT: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """A tile as it enters the products: over its rows' root mean squares and times the gain, turned; rounded once."""
+    y = x
+    if NORM:
+        y = x.to(tl.float32)
+        y *= (1.0 / tl.sqrt(tl.sum(y * y, 1) * (1.0 / WIDTH) + eps))[:, None]
+        y *= gain[None, :]
+    if TURN_IT:
+        y = _turn(y, cos, sin, ROWS, BLOCK // 2)
+    return y.to(x.dtype)
+
+
+@triton.jit
+def _turned_back(dy, cos, sin, TURN_IT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Gradient of a tile by that of its turned form."""
+    if TURN_IT:
+        dy = _turn(dy, cos, -sin, ROWS, BLOCK // 2)
+    return dy
+
+
+@triton.jit
+def _gains(q_gain, k_gain, NORM: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """Both gains in float32; zeros where there is no norm, and past the width."""
+    c = tl.arange(0, BLOCK)
+    a = tl.zeros([BLOCK], tl.float32)
+    b = tl.zeros([BLOCK], tl.float32)
+    if NORM:
+        a = tl.load(q_gain + c, mask=c < WIDTH, other=0.0).to(tl.float32)
+        b = tl.load(k_gain + c, mask=c < WIDTH, other=0.0).to(tl.float32)
+    return a, b
+
+
+@triton.jit
+def _angles(
+    rope, start, first, until, rope_token, ROPE: tl.constexpr, ROWS: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, FAST: tl.constexpr
+):
+    """Cosines and sines of a tile's angles ``[ROWS, BLOCK]``; of zeros where nothing is turned."""
+    angles = tl.zeros([ROWS, BLOCK], tl.float32)
+    if ROPE:
+        angles = load_rows(rope + start * rope_token, first, until, rope_token, ROWS, HALF, BLOCK)
+    return _cos_sin(angles, FAST)
+
+
 @triton.jit(do_not_specialize=_VARYING)
 def forward_kernel(
-    q, k, v, rope, out, offsets, rows, heads, total, max_length, tiles, scale, q_token, q_head, k_token, k_head, v_token, v_head, rope_token,
+    q, k, v, rope, q_gain, k_gain, out, out_desc, offsets, rows, heads, total, max_length, tiles, scale, eps,
+    q_token, q_head, k_token, k_head, v_token, v_head, rope_token,
     DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK: tl.constexpr, SPAN: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, ROPE: tl.constexpr, ROPE_V: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
-    STAGES: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, ROPE: tl.constexpr, ROPE_V: tl.constexpr, NORM: tl.constexpr, FAST: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr, ENGINE: tl.constexpr,
 ):  # fmt: skip
     """A program takes one head of a chunk of ``CHUNK`` tokens, tile by tile: the next tile is on its way while one is computed. ``out`` is
     contiguous."""
     chunks = tl.cdiv(max_length, CHUNK)
-    out_token = heads * V_DIM
+    gain_q, gain_k = _gains(q_gain, k_gain, NORM, DIM, BLOCK_D)
     for work in range(tl.program_id(0).to(tl.int64), tiles, tl.num_programs(0)):
         head, low, high, start, used, end = _place(work, heads, offsets, chunks, rows, total, max_length, CHUNK)
-        q_base = q + head * q_head + start * q_token
-        k_base = k + head * k_head + start * k_token
-        v_base = v + head * v_head + start * v_token
         for first in tl.range(low, high, SPAN, num_stages=STAGES):
             until = tl.minimum(first + SPAN, high)
-            q_tile = load_rows(q_base, first, until, q_token, ROWS, DIM, BLOCK_D)
-            k_tile = load_rows(k_base, first, until, k_token, ROWS, DIM, BLOCK_D)
-            v_tile = load_rows(v_base, first, until, v_token, ROWS, V_DIM, BLOCK_V)
-            if ROPE:
-                angles = load_rows(rope + start * rope_token, first, until, rope_token, ROWS, DIM // 2, BLOCK_D // 2)
-                cos, sin = _cos_sin(angles, FAST)
-                q_tile = _turn(q_tile, cos, sin, ROWS, BLOCK_D // 2).to(q_tile.dtype)
-                k_tile = _turn(k_tile, cos, sin, ROWS, BLOCK_D // 2).to(k_tile.dtype)
-                if ROPE_V:
-                    v_tile = _turn(v_tile, cos, sin, ROWS, BLOCK_D // 2).to(v_tile.dtype)
+            q_tile = _load(q, head, start, first, until, q_token, q_head, ROWS, DIM, BLOCK_D, ENGINE)
+            k_tile = _load(k, head, start, first, until, k_token, k_head, ROWS, DIM, BLOCK_D, ENGINE)
+            v_tile = _load(v, head, start, first, until, v_token, v_head, ROWS, V_DIM, BLOCK_V, ENGINE)
+            cos, sin = _angles(rope, start, first, until, rope_token, ROPE, ROWS, DIM // 2, BLOCK_D // 2, FAST)
+            q_tile = _ready(q_tile, gain_q, cos, sin, eps, NORM, ROPE, DIM, ROWS, BLOCK_D)
+            k_tile = _ready(k_tile, gain_k, cos, sin, eps, NORM, ROPE, DIM, ROWS, BLOCK_D)
+            v_tile = _ready(v_tile, gain_q, cos, sin, eps, False, ROPE_V, V_DIM, ROWS, BLOCK_V)
             p = _weights(q_tile, k_tile, (until - first).to(tl.int32), scale, BLOCK, ROWS, PRECISION)
             o = tl.dot(p.to(v_tile.dtype), v_tile, input_precision=PRECISION)
-            store_rows(out + head * V_DIM + start * out_token, o, first, until, out_token, ROWS, V_DIM, BLOCK_V)
-        zero_rows(out + head * V_DIM, used, end, out_token, ROWS, V_DIM, BLOCK_V)
+            _store(out_desc if ENGINE else out, o, head, start, first, until, heads, ROWS, V_DIM, BLOCK_V, ENGINE)
+        zero_rows(out + head * V_DIM, used, end, heads * V_DIM, ROWS, V_DIM, BLOCK_V)
 
 
 @triton.jit(do_not_specialize=_VARYING)
 def backward_kernel(
-    q, k, v, rope, dout, dq, dk, dv, offsets, rows, heads, total, max_length, tiles, scale,
+    q, k, v, rope, q_gain, k_gain, dout, dq, dk, dv, dq_desc, dk_desc, dv_desc, offsets, rows, heads, total, max_length, tiles, scale, eps,
     q_token, q_head, k_token, k_head, v_token, v_head, rope_token,
     DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK: tl.constexpr, SPAN: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, ROPE: tl.constexpr, ROPE_V: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
-    STAGES: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, ROPE: tl.constexpr, ROPE_V: tl.constexpr, NORM: tl.constexpr, FAST: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr, ENGINE: tl.constexpr,
 ):  # fmt: skip
-    """As ``forward_kernel``; gradients are contiguous."""
+    """As ``forward_kernel``; ``dout`` and gradients are contiguous."""
     chunks = tl.cdiv(max_length, CHUNK)
-    d_token = heads * DIM
-    v_out = heads * V_DIM
+    gain_q, gain_k = _gains(q_gain, k_gain, NORM, DIM, BLOCK_D)
     for work in range(tl.program_id(0).to(tl.int64), tiles, tl.num_programs(0)):
         head, low, high, start, used, end = _place(work, heads, offsets, chunks, rows, total, max_length, CHUNK)
-        q_base = q + head * q_head + start * q_token
-        k_base = k + head * k_head + start * k_token
-        v_base = v + head * v_head + start * v_token
-        do_base = dout + head * V_DIM + start * v_out
         for first in tl.range(low, high, SPAN, num_stages=STAGES):
             until = tl.minimum(first + SPAN, high)
-            q_tile = load_rows(q_base, first, until, q_token, ROWS, DIM, BLOCK_D)
-            k_tile = load_rows(k_base, first, until, k_token, ROWS, DIM, BLOCK_D)
-            v_tile = load_rows(v_base, first, until, v_token, ROWS, V_DIM, BLOCK_V)
-            do_tile = load_rows(do_base, first, until, v_out, ROWS, V_DIM, BLOCK_V)
-            if ROPE:
-                angles = load_rows(rope + start * rope_token, first, until, rope_token, ROWS, DIM // 2, BLOCK_D // 2)
-                cos, sin = _cos_sin(angles, FAST)
-                q_tile = _turn(q_tile, cos, sin, ROWS, BLOCK_D // 2).to(q_tile.dtype)
-                k_tile = _turn(k_tile, cos, sin, ROWS, BLOCK_D // 2).to(k_tile.dtype)
-                if ROPE_V:
-                    v_tile = _turn(v_tile, cos, sin, ROWS, BLOCK_D // 2).to(v_tile.dtype)
+            q_tile = _load(q, head, start, first, until, q_token, q_head, ROWS, DIM, BLOCK_D, ENGINE)
+            k_tile = _load(k, head, start, first, until, k_token, k_head, ROWS, DIM, BLOCK_D, ENGINE)
+            v_tile = _load(v, head, start, first, until, v_token, v_head, ROWS, V_DIM, BLOCK_V, ENGINE)
+            do_tile = _load(dout, head, start, first, until, heads * V_DIM, V_DIM, ROWS, V_DIM, BLOCK_V, ENGINE)
+            cos, sin = _angles(rope, start, first, until, rope_token, ROPE, ROWS, DIM // 2, BLOCK_D // 2, FAST)
+            q_tile = _ready(q_tile, gain_q, cos, sin, eps, NORM, ROPE, DIM, ROWS, BLOCK_D)
+            k_tile = _ready(k_tile, gain_k, cos, sin, eps, NORM, ROPE, DIM, ROWS, BLOCK_D)
+            v_tile = _ready(v_tile, gain_q, cos, sin, eps, False, ROPE_V, V_DIM, ROWS, BLOCK_V)
             p = _weights(q_tile, k_tile, (until - first).to(tl.int32), scale, BLOCK, ROWS, PRECISION)
             dp = tl.dot(do_tile, tl.trans(v_tile), input_precision=PRECISION)
             ds = (p * (dp - tl.sum(p * dp, 1)[:, None]) * scale).to(q_tile.dtype)
             dv_tile = tl.dot(tl.trans(p.to(do_tile.dtype)), do_tile, input_precision=PRECISION)
-            if ROPE and ROPE_V:
-                dv_tile = _turn(dv_tile, cos, -sin, ROWS, BLOCK_D // 2)
-            store_rows(dv + head * V_DIM + start * v_out, dv_tile, first, until, v_out, ROWS, V_DIM, BLOCK_V)
-            dq_tile = tl.dot(ds, k_tile, input_precision=PRECISION)
-            if ROPE:
-                dq_tile = _turn(dq_tile, cos, -sin, ROWS, BLOCK_D // 2)
-            store_rows(dq + head * DIM + start * d_token, dq_tile, first, until, d_token, ROWS, DIM, BLOCK_D)
-            dk_tile = tl.dot(tl.trans(ds), q_tile, input_precision=PRECISION)
-            if ROPE:
-                dk_tile = _turn(dk_tile, cos, -sin, ROWS, BLOCK_D // 2)
-            store_rows(dk + head * DIM + start * d_token, dk_tile, first, until, d_token, ROWS, DIM, BLOCK_D)
-        zero_rows(dq + head * DIM, used, end, d_token, ROWS, DIM, BLOCK_D)
-        zero_rows(dk + head * DIM, used, end, d_token, ROWS, DIM, BLOCK_D)
-        zero_rows(dv + head * V_DIM, used, end, v_out, ROWS, V_DIM, BLOCK_V)
+            dv_tile = _turned_back(dv_tile, cos, sin, ROPE_V, ROWS, BLOCK_V)
+            _store(dv_desc if ENGINE else dv, dv_tile, head, start, first, until, heads, ROWS, V_DIM, BLOCK_V, ENGINE)
+            dq_tile = _turned_back(tl.dot(ds, k_tile, input_precision=PRECISION), cos, sin, ROPE, ROWS, BLOCK_D)
+            _store(dq_desc if ENGINE else dq, dq_tile, head, start, first, until, heads, ROWS, DIM, BLOCK_D, ENGINE)
+            dk_tile = _turned_back(tl.dot(tl.trans(ds), q_tile, input_precision=PRECISION), cos, sin, ROPE, ROWS, BLOCK_D)
+            _store(dk_desc if ENGINE else dk, dk_tile, head, start, first, until, heads, ROWS, DIM, BLOCK_D, ENGINE)
+        zero_rows(dq + head * DIM, used, end, heads * DIM, ROWS, DIM, BLOCK_D)
+        zero_rows(dk + head * DIM, used, end, heads * DIM, ROWS, DIM, BLOCK_D)
+        zero_rows(dv + head * V_DIM, used, end, heads * V_DIM, ROWS, V_DIM, BLOCK_V)

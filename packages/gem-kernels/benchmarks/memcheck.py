@@ -1,0 +1,111 @@
+"""Run every kernel once on a small call under compute-sanitizer's memcheck: forward and backward, each backend and variant of this package.
+
+    python3 packages/gem-kernels/benchmarks/memcheck.py [--op gdpa] [--jobs 8] [--tool memcheck]
+
+Torch's caching allocator is off, so that an access past a tensor leaves its allocation. Ends with 1 if the tool finds anything.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from glob import glob
+from shutil import which
+from typing import Any
+
+from gem_kernels.bench.shapes import SHAPES, SHAPES_OF, VARIANTS_OF
+from gem_kernels.plugin import gem_kernel_impls
+
+LENGTHS = (70, 0, 300)
+OURS = ("triton", "gluon")
+FOUND = 9
+"""Exit code that the tool gives a program in which it found something."""
+CALLS: dict[str, list[dict[str, Any]]] = {
+    "jagged_attention": [{}, {"causal": True, "window": 40}, {"return_lse": True}],
+    "gdpa": [{}, {"window": 40, "activation": "silu"}],
+    "hstu_attention": [{}, {"causal": False, "window": 40}],
+}
+"""Options that reach other kernels, or other branches, than an op's plain call."""
+
+
+def sanitizer() -> str:
+    """Path of compute-sanitizer; ends the program where there is none."""
+    found = which("compute-sanitizer") or next(iter(sorted(glob("/usr/local/cuda*/bin/compute-sanitizer"))), None)
+    if found is None:
+        sys.exit("compute-sanitizer is not on PATH and not under /usr/local/cuda*; it comes with the CUDA toolkit")
+    return found
+
+
+def calls(op: str) -> Iterator[tuple[str, Any]]:
+    """A description and a workload for each small call of an op."""
+    import torch
+
+    from gem_kernels.bench.workloads import build
+
+    for variant in VARIANTS_OF.get(op, ("",)):
+        for dtype in (torch.bfloat16, torch.float32):
+            for options in CALLS.get(op, [{}]):
+                work = build(op, variant, SHAPES[SHAPES_OF[op][-1]], list(LENGTHS), dtype, "cuda")
+                work.arguments.update(options)
+                yield f"{op} {variant} {dtype} {options}", work
+
+
+def run(op: str) -> None:
+    """Each backend on each call that it fits."""
+    import torch
+
+    from gem_kernels.bench.backends import resolve
+    from gem_kernels.bench.measure import flat
+
+    done = 0
+    for backend in dict.fromkeys(impl.backend for impl in gem_kernel_impls() if impl.op == op and impl.backend in OURS):
+        for name, work in calls(op):
+            function = resolve(work, backend)
+            if isinstance(function, str):
+                continue
+            outputs = [out for out in flat(work.call(function)) if out.requires_grad]
+            torch.autograd.grad(outputs, work.leaves(), [torch.randn_like(out) for out in outputs])
+            torch.cuda.synchronize()
+            print(f"ran {backend} {name}", flush=True)
+            done += 1
+    print(f"{done} calls")
+    sys.exit(0 if done else f"no call of {op} fits this machine")
+
+
+def check(tool: str, op: str) -> tuple[str, int, str]:
+    """The op, the exit code of its run under the tool, and what it printed."""
+    command = [sanitizer(), "--tool", tool, "--target-processes", "application-only", "--error-exitcode", str(FOUND)]
+    done = subprocess.run(
+        [*command, sys.executable, __file__, "--run", op],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
+    )
+    return op, done.returncode, done.stdout + done.stderr
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--op", action="append", choices=list(SHAPES_OF), help="only this op; may be repeated")
+    parser.add_argument("--jobs", type=int, default=4, help="ops at once")
+    parser.add_argument("--tool", default="memcheck", choices=["memcheck", "racecheck", "initcheck", "synccheck"])
+    parser.add_argument("--run", choices=list(SHAPES_OF), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.run:
+        run(options.run)
+    sanitizer()
+    red = []
+    with ThreadPoolExecutor(options.jobs) as pool:
+        for op, code, text in pool.map(lambda op: check(options.tool, op), options.op or list(SHAPES_OF)):
+            ran = sum(line.startswith("ran ") for line in text.splitlines())
+            print(f"{op:24} {'clean' if code == 0 else 'RED'}  {ran} calls", flush=True)
+            if code:
+                red.append(op)
+                print("\n".join(text.splitlines()[-40:]), flush=True)
+    sys.exit(f"{options.tool} found something in {', '.join(red)}" if red else 0)
+
+
+if __name__ == "__main__":
+    main()
