@@ -1,6 +1,6 @@
 """The backends of ``hstu_attention``: custom ops with fake and autograd registration, FLOP formulas. The first call imports triton.
 
-``gluon`` takes its gradients from the Hopper kernels of gdpa and the rest from the portable ones, which are as fast forward.
+``gluon`` has kernels of its own for Hopper, both ways.
 """
 
 from functools import cache
@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.flop_counter import register_flop_formula
@@ -57,8 +58,11 @@ def choose(kernel: str, width: int, *, wide_dtype: bool, longest: int, roomy: bo
 
 
 def gluon(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, **options: Any) -> Tensor:
-    """As ``hstu_attention``, gradients by the Hopper kernels: without prefix, targets and bias."""
-    return hstu_attention(q, k, v, offsets, **options, hopper=True)
+    """As ``hstu_attention``, by the Hopper kernels: without prefix, targets and bias. A value width that is no power of two is padded."""
+    missing = max(host.block_width(v.shape[-1]), 32) - v.shape[-1]
+    if not missing:
+        return hstu_attention(q, k, v, offsets, **options, hopper=True)
+    return hstu_attention(q, k, F.pad(v, (0, missing)), offsets, **options, hopper=True)[..., :-missing].contiguous()
 
 
 def hstu_attention(
@@ -175,8 +179,11 @@ def _forward(
     if call.nothing_to_do():
         return q.new_zeros(shape)
     out = q.new_empty(shape)
-    config = call.config("forward")
-    call.run("forward", config, call.tiles(config.block_m), out=out)
+    if hopper:
+        _hopper().forward(call, out)
+    else:
+        config = call.config("forward")
+        call.run("forward", config, call.tiles(config.block_m), out=out)
     return out
 
 
