@@ -6,7 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+
+from gem_core.config.schema import ManagedTable
+from gem_core.train.ids.idmap import IdMap
 
 Gem = Callable[..., Any]
 RULES = """embedding.ids=[
@@ -89,6 +93,32 @@ def test_case_E03_four_ranks_give_the_ids_of_one_and_two_go_on_with_them(gem: Ge
     torchrun(2, "train", "--resume", "run", *engine("torch", 2))
     assert records(tmp_path / "run", "resumed"), "from step 5, on another engine"
     check(gem, one, tmp_path / "run")
+
+
+@pytest.mark.parametrize(("policy", "theirs"), [("lfu", "LFU"), ("lru", "LRU"), ("distance_lfu", "DistanceLFU")])
+def test_an_id_is_worth_what_torchrec_says(policy: str, theirs: str) -> None:
+    """Who loses and who gets a row among 60 owners and 40 that wait, all worth different amounts, at step 500."""
+    torch = pytest.importorskip("torch")
+    modules = pytest.importorskip("torchrec.modules.mc_modules")
+    owners, waiting, clock = 60, 40, 500
+    rng = np.random.default_rng(1)
+    counts, used = rng.permutation(np.arange(1, 101)) ** 3, rng.permutation(np.arange(400, 500))
+    held = IdMap(ManagedTable(pattern="*", rows=owners + 1, buckets=1, policy=policy))
+    rows = np.where(np.arange(100) < owners, np.arange(1, 101), 0)
+    held.load(np.stack([np.arange(100), rows, counts, used]))
+    taken, new = held._evict(clock)
+
+    counted, last = torch.from_numpy(counts), torch.from_numpy(used)
+    order = torch.argsort(counted[owners:], descending=True)
+    slot = torch.zeros(1, dtype=torch.int64)  # torchrec keeps one more, for ids without a row
+    metadata = {"counts": torch.cat([counted[:owners], slot]), "last_access_iter": torch.cat([last[:owners], slot])}
+    none = torch.zeros(waiting, dtype=torch.bool)
+    evicted, chosen = getattr(modules, f"{theirs}_EvictionPolicy")().update_metadata_and_generate_eviction_scores(
+        clock, owners + 1, order, counted[owners:][order], none, slot[:0], metadata, {"last_access_iter": last[owners:].clone()}
+    )
+    assert sorted((taken - 1).tolist()) == sorted(evicted.tolist())
+    assert sorted(new.tolist()) == sorted((owners + order[chosen]).tolist())
+    assert 5 < len(new) < waiting
 
 
 def test_the_comparison_sees_ids_that_are_admitted_otherwise(gem: Gem, tmp_path: Path, one: Path) -> None:

@@ -136,6 +136,11 @@ def test_an_id_outside_the_feature_is_refused_before_anything_is_counted(wrong: 
     assert ids.maps["item"].state.size == 0
 
 
+def test_raw_ids_without_a_rule_are_refused_with_the_remedy() -> None:
+    with pytest.raises(RequestError, match=rf"'item'.*{HUGE} rows of width 4.*\[\[embedding.ids\]\]"):
+        TorchEmbeddings(TABLES, SparseOptimizer(), device="cpu", seed=1)
+
+
 def test_hashed_rows_take_ids_that_own_none() -> None:
     ids = managed(hashed_rows=3, admit_after=100)
     many = list(range(1, 200))

@@ -189,6 +189,9 @@ def check_tables(tables: Sequence[TableSpec], optimizer: SparseOptimizer) -> Non
             raise RequestError(asked, f"its pooling is {table.pooling!r}", f"Choose one of {', '.join(POOLINGS)}.")
         if table.rows < 1 or table.dim < 1 or not table.features:
             raise RequestError(asked, f"it has {table.rows} rows of width {table.dim} and {len(table.features)} features", "Each must be at least 1.")
+        if table.rows * table.dim >= 2**60:
+            so = f"it has {table.rows} rows of width {table.dim}, more than any memory"
+            raise RequestError(asked, so, "Declare fewer rows, or give the table an entry in [[embedding.ids]] for ids without a fixed vocabulary.")
         if not (math.isfinite(table.init_scale) and table.init_scale >= 0):
             raise RequestError(asked, f"init_scale is {table.init_scale}", "Give a finite value that is not negative.")
         for feature in table.features:
