@@ -2,14 +2,17 @@
 
 usage: python3 packages/gem-parallel/benchmarks/cpu_engines.py [--steps N] [--write]
 
-Both sides look up the same ids of the same tables, run backward with the same gradient, and update by fused row-wise AdaGrad; they take turns, and
-the least CPU time of a step counts, since the machine may be busy. Memory is the peak of a fresh process over what it held after fbgemm was loaded.
+Both sides look up the same ids of the same tables, run backward with the same gradient, and update by fused row-wise AdaGrad. They take turns, and
+the difference is the median over turns of the ratio of their CPU times, which a busy machine disturbs least.
+
+Memory is the peak of a fresh process over what it held after fbgemm was loaded.
 ``--write`` adds lines to results/cpu-engines.csv.
 """
 
 import argparse
 import csv
 import platform
+import statistics
 import subprocess
 import sys
 import time
@@ -22,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gem_core.batch import KeyedJagged
+from gem_core.batch import Jagged, KeyedJagged
 from gem_core.spec import SparseOptimizer, TableSpec
 from gem_parallel.sparse.engine import TorchRecEmbeddings
 from gem_parallel.sparse.native import load_fbgemm
@@ -35,6 +38,8 @@ CASES = {
     "ids one by one, 4 tables x 100,000 x 64, 50,000 ids each": (4, 100_000, 64, "none", 2500, 20),
     "sum of 2 ids, 26 tables x 10,000 x 16, 1,024 rows": (26, 10_000, 16, "sum", 1024, 2),
 }
+TURNS = 13_000_000
+"""Floats looked up by which ``--steps`` counts: small steps are taken more often."""
 MEMORY_ROWS, MEMORY_DIM = 4_000_000, 64
 
 
@@ -43,9 +48,9 @@ def tables_of(count: int, rows: int, dim: int, pooling: str) -> tuple[TableSpec,
 
 
 def batch_of(tables: tuple[TableSpec, ...], rows: int, ids: int) -> KeyedJagged:
-    values = torch.randint(0, tables[0].rows, (len(tables) * rows * ids,), generator=torch.Generator().manual_seed(0))
-    starts = tuple(range(0, values.numel() + 1, rows * ids))
-    return KeyedJagged(tuple(t.features[0] for t in tables), values, torch.arange(0, values.numel() + 1, ids), rows, starts, (ids,) * len(tables))
+    generator, offsets = torch.Generator().manual_seed(0), torch.arange(0, rows * ids + 1, ids)
+    columns = {t.features[0]: Jagged(torch.randint(0, t.rows, (rows * ids,), generator=generator), offsets, ids) for t in tables}
+    return KeyedJagged.from_columns(columns, rows)  # as data sources make it
 
 
 def ours(tables: tuple[TableSpec, ...], batch: KeyedJagged, grad: Tensor) -> Callable[[], None]:
@@ -79,15 +84,17 @@ def direct(tables: tuple[TableSpec, ...], batch: KeyedJagged, grad: Tensor) -> C
     return step
 
 
-def least(first: Callable[[], None], second: Callable[[], None], steps: int) -> tuple[float, float]:
-    """The least CPU milliseconds of each, taking turns; the order changes every time."""
-    best = {first: float("inf"), second: float("inf")}
-    for turn in range(steps):
+def paired(first: Callable[[], None], second: Callable[[], None], steps: int) -> tuple[float, float, float]:
+    """The median CPU milliseconds of each, taking turns in an order that changes every time, and the median of their ratio in a turn."""
+    times: dict[Callable[[], None], list[float]] = {first: [], second: []}
+    for turn in range(steps + 3):
         for step in (first, second) if turn % 2 else (second, first):
             begun = time.process_time()
             step()
-            best[step] = min(best[step], time.process_time() - begun)
-    return 1e3 * best[first], 1e3 * best[second]
+            if turn >= 3:
+                times[step].append(1e3 * (time.process_time() - begun))
+    ratio = statistics.median(a / b for a, b in zip(times[first], times[second], strict=True))
+    return statistics.median(times[first]), statistics.median(times[second]), ratio
 
 
 def measure_steps(steps: int) -> list[dict[str, Any]]:
@@ -97,8 +104,9 @@ def measure_steps(steps: int) -> list[dict[str, Any]]:
         batch = batch_of(tables, batch_rows, ids)
         shape = (batch.values.numel(), dim) if pooling == "none" else (batch_rows, dim * count)
         grad = torch.randn(shape, generator=torch.Generator().manual_seed(1))
-        engine, fbgemm = least(ours(tables, batch, grad), direct(tables, batch, grad), steps)
-        over = f"{100 * (engine / fbgemm - 1):+.1f} %"
+        turns = steps * TURNS // (batch_rows * ids * count * dim)
+        engine, fbgemm, ratio = paired(ours(tables, batch, grad), direct(tables, batch, grad), turns)
+        over = f"{100 * (ratio - 1):+.1f} %"
         lines.append({"what": f"step, CPU ms: {name}", "engine": f"{engine:.2f}", "fbgemm": f"{fbgemm:.2f}", "difference": over})
     return lines
 

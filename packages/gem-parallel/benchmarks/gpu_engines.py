@@ -36,6 +36,8 @@ from gem_parallel.sparse.shards import Slice, tbe_options
 
 OPTIMIZER = SparseOptimizer(name="rowwise_adagrad", lr=0.05)
 SEED, BATCHES = 1, 4
+SQUARE, PRODUCTS = 8192, 4
+"""Size and number of the matrix products that stand for a dense part, in bf16: five to six milliseconds of an H200."""
 CASES = {
     "16 tables x 1M x 128, 16,384 bags of 20 ids": (16, 1_000_000, 128, "sum", 16_384, 20),
     "1 table x 1M x 256, 734,000 ids one by one": (1, 1_000_000, 256, "none", 7_340, 100),
@@ -75,8 +77,10 @@ class Case:
         vectors = batch_rows // world * (1 if self.bags else ids)
         generator = torch.Generator(device=device).manual_seed(rank)
         self.grads = [torch.randn(vectors, dim, device=device, generator=generator) / 100 for _ in self.tables]
+        self.square = torch.randn(SQUARE if device.type == "cuda" else 64, SQUARE if device.type == "cuda" else 64, device=device).bfloat16()
 
-    def engine(self, engine: Any, *, ahead: bool = False) -> Step:
+    def engine(self, engine: Any, *, ahead: bool = False, dense: bool = False) -> Step:
+        """A step of an engine; ``dense`` puts matrix products between look-up and update, and with ``ahead`` the next ids travel meanwhile."""
         side = torch.cuda.Stream(self.device) if ahead and self.device.type == "cuda" else None
         sent: dict[int, Any] = {}
 
@@ -86,6 +90,8 @@ class Case:
                 torch.cuda.current_stream().wait_stream(side)
             found = engine(sent.pop(number, self.batches[number % BATCHES]))
             out = [found[table.features[0]] for table in self.tables]
+            for _ in range(PRODUCTS if dense else 0):
+                torch.mm(self.square, self.square)
             if side is not None:
                 with torch.cuda.stream(side):
                     sent[number + 1] = engine.prefetch(self.batches[(number + 1) % BATCHES])
@@ -148,11 +154,12 @@ class Case:
         if self.world == 1:
             sides["fbgemm itself"] = self.fbgemm()
             return sides
-        ahead = TorchRecEmbeddings(self.tables, OPTIMIZER, device=self.device, seed=SEED, **options)
-        sides["engine torchrec, ids sent ahead"] = self.engine(ahead, ahead=True)
+        for name, words in {"dense work between": {}, "dense work between, ids sent ahead": {"ahead": True}}.items():
+            engine = TorchRecEmbeddings(self.tables, OPTIMIZER, device=self.device, seed=SEED, **options)
+            sides[f"engine torchrec, {name}"] = self.engine(engine, dense=True, **words)
         for replicas in (1, self.world):
-            engine = Sharded2DEmbeddings(self.tables, OPTIMIZER, device=self.device, seed=SEED, replicas=replicas)
-            sides[f"engine sharded_2d, {replicas} replicas"] = self.engine(engine, ahead=True)
+            sharded = Sharded2DEmbeddings(self.tables, OPTIMIZER, device=self.device, seed=SEED, replicas=replicas)
+            sides[f"engine sharded_2d, replicas = {replicas}"] = self.engine(sharded)
         return sides
 
 

@@ -33,7 +33,6 @@ LAYOUTS: dict[str, tuple[str, str, dict[str, Any], float]] = {
     "uvm": (TORCHREC, "rowwise_adagrad", {"sharding": "row_wise", "memory": "uvm"}, FINE),
     "uvm_cached": (TORCHREC, "rowwise_adagrad", {"sharding": "table_wise", "memory": "uvm_cached"}, FINE),
     "fp16 rows": (TORCHREC, "sgd", {"dtype": "fp16"}, FP16),
-    "bf16 rows": (TORCHREC, "sgd", {"dtype": "bf16"}, BF16),
     "fp16 out, bf16 back": (TORCHREC, "sgd", {"sharding": "row_wise", "forward_comm": "fp16", "backward_comm": "bf16"}, BF16),
     "bf16 out, fp16 back": (TORCHREC, "sgd", {"sharding": "table_wise", "forward_comm": "bf16", "backward_comm": "fp16"}, BF16),
     "sharded_2d": (SHARDED_2D, "adam", {}, FINE),

@@ -101,7 +101,7 @@ def test_fp16_tables_take_half_the_memory() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"dtype": "bf16"}, "'bf16'.*no bf16 rows on the CPU.*fp16"),
+        ({"dtype": "bf16"}, "'bf16'.*look up no bf16 rows.*fp16"),
         ({"memory": "uvm"}, "'uvm' on the CPU.*no GPU"),
         ({"memory": "uvm_cached"}, "'uvm_cached' on the CPU"),
         ({"tables": ({"pattern": "t", "memory": "uvm"},)}, "'uvm' on the CPU"),

@@ -33,7 +33,7 @@ class Ahead:
     def __init__(self, embeddings: Embeddings, device: torch.device) -> None:
         self._prefetch = embeddings.prefetch if isinstance(embeddings, PrefetchesIds) else None
         self._device = device
-        self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._side = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._over: torch.cuda.Event | None = None
         self._now: Ready | None = None
         self._next: Ready | None = None
@@ -45,12 +45,12 @@ class Ahead:
             RequestError: the engine refuses its ids.
         """
         if self._side is None:
-            self._next = self._ready(host)
+            self._next = self._ready(host, host.to(self._device))
             return
         if self._over is not None:
             self._side.wait_event(self._over)
         with torch.cuda.stream(self._side):
-            self._next = self._ready(host.pin_memory())
+            self._next = self._ready(host, host.pin_memory().to(self._device, non_blocking=True))
 
     def take(self, host: Batch) -> Ready:
         """The batch on its device, to be computed on now; prepares it if that was not done ahead."""
@@ -64,6 +64,5 @@ class Ahead:
             here.wait_stream(self._side)
         return self._now
 
-    def _ready(self, host: Batch) -> Ready:
-        batch = host.to(self._device, non_blocking=True)
+    def _ready(self, host: Batch, batch: Batch) -> Ready:
         return Ready(host, batch, batch.ids if self._prefetch is None else self._prefetch(batch.ids))

@@ -19,13 +19,13 @@ def check_fit(tables: Sequence[TableSpec], optimizer: SparseOptimizer, device: s
     if narrow:
         so = f"the width of {', '.join(narrow)} is no multiple of 4"
         raise RequestError("engine 'torchrec'", so, "Choose widths that are multiples of 4, or --set embedding.engine=torch.")
+    if options.dtype == "bf16":
+        raise MachineError("engine 'torchrec' with dtype 'bf16'", "fbgemm 1.6 and 1.8 look up no bf16 rows", "Use dtype fp16 or fp32.")
     if device != "cpu":
         return
     if optimizer.name == "adam":
         so = "fbgemm has no Adam on the CPU"
         raise MachineError("engine 'torchrec' with optimiser 'adam'", so, "Use optimiser rowwise_adagrad or sgd, engine 'torch', or a GPU.")
-    if options.dtype == "bf16":
-        raise MachineError("engine 'torchrec' with dtype 'bf16'", "fbgemm looks up no bf16 rows on the CPU", "Use dtype fp16 or fp32, or a GPU.")
     for _, memory in wishes(tables, options.sharding, options.memory, options.tables).values():
         check_memory(memory, device)
 

@@ -37,7 +37,7 @@ class TorchRecOptions(BaseModel):
     replicas: int = Field(default=1, ge=1, strict=True)
     """Copies of all tables, each spread over ``ranks / replicas`` ranks and averaged after every update. Neighbouring ranks hold the same rows."""
     dtype: Literal["fp32", "fp16", "bf16"] = "fp32"
-    """Format of the stored rows; look-ups, sums and optimiser state are float32 in any case."""
+    """Format of the stored rows; look-ups, sums and optimiser state are float32 in any case. fbgemm has no ``bf16`` up to 1.8."""
     memory: Memory = "device"
     """``uvm`` keeps rows in host memory that the GPU reads, ``uvm_cached`` with a cache on the GPU."""
     forward_comm: Wire = "fp32"

@@ -74,7 +74,8 @@ class ShardedGroup:
         columns, awaitable = under_way
         found = awaitable.wait()
         if self._bags:
-            return {key: vectors[: columns.rows] for key, vectors in found.to_dict().items()}
+            pooled: dict[str, Tensor] = found.to_dict()
+            return pooled if columns.rows else {key: vectors[:0] for key, vectors in pooled.items()}
         out = {key: found[key].values() for key in self.keys}
         for key, pooling in self._pool_here.items():
             out[key] = pool(out[key], columns[key].offsets, pooling)
