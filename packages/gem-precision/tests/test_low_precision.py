@@ -63,7 +63,7 @@ def test_large_layers_are_low_and_the_rest_says_why_not(mixed: Mixed, preset: st
     low = {name for name, module in mixed.named_modules() if rule_of(module) is not None}
     assert low == {"first", "mix"}
     assert all(decided[name].format not in ("fp32", "bf16") for name in low)
-    assert "too small to gain: under 128" in decided["narrow"].reason
+    assert "too small to gain, under 128" in decided["narrow"].reason
     assert "last layers" in decided["heads"].reason
     assert decided["norm"].format == "fp32"
 
@@ -110,7 +110,7 @@ def test_attention_and_fused_matmuls_ask_for_the_kernels_of_the_recipe() -> None
     low = "mxfp8_emulated"
     assert asked(model) == {".wide": low, ".narrow": None, ".move": None, "fused.slot": low, "heads.attend.slot": None}
     assert (decided["model.wide"].format, decided["fused"].format) == ("mxfp8_e4m3", "mxfp8_e4m3")
-    assert decided["model.narrow"].reason == "heads 64 wide: under 128"
+    assert decided["model.narrow"].reason == "heads 64 wide: too small to gain, under 128"
     assert decided["model.narrow"].format == "bf16"
     assert "last layers" in decided["heads.attend.slot"].reason
     assert decided["heads.attend.slot"].format == "fp32"

@@ -1,5 +1,6 @@
 """``[precision.options]`` of the recipes."""
 
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -42,3 +43,37 @@ class LowPrecisionOptions(BaseModel):
     """Spread outliers by a random Hadamard transform of both operands of each product."""
     cpu: Literal["fp32", "bf16"] = "fp32"
     """What the rest of a run on a CPU computes in."""
+
+
+class ProbeOptions(BaseModel):
+    """Options of ``probe``."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    islands: tuple[Pattern, ...] | None = None
+    """Names of modules that are not probed, as in ``bf16_islands``."""
+    cpu: Literal["fp32", "bf16"] = "fp32"
+    """What a run on a CPU computes in."""
+
+
+class AutoOptions(BaseModel):
+    """Options of ``auto``."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    probe: Path
+    """What ``gem precision sweep`` wrote: its folder, or the file in it."""
+    bound: float = 25.0
+    """The lowest signal-to-quantisation-noise ratio, in dB, that each product of a site has to reach."""
+    formats: Annotated[tuple[Literal["fp8_rowwise", "fp8_block", "mxfp8", "mxfp4_mlp"], ...], Field(min_length=1)] = ("fp8_block", "mxfp8")
+    """Recipes whose formats are tried, the fastest first."""
+    high: tuple[Pattern, ...] = ()
+    """As in the low-precision recipes."""
+    islands: tuple[Pattern, ...] | None = None
+    """As in the low-precision recipes."""
+    small: int = Field(default=128, ge=0)
+    """As in the low-precision recipes."""
+    attention: bool = True
+    """As in the low-precision recipes."""
+    cpu: Literal["fp32", "bf16"] = "fp32"
+    """As in the low-precision recipes."""

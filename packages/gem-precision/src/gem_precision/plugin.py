@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from gem_core.spec import CliCommand, KernelImpl, PrecisionRecipe, hookimpl
+from gem_core.spec import CliCommand, KernelImpl, PrecisionRecipe, RunInfo, hookimpl
 
 _LOW = {
     "fp8_rowwise": "large linear layers and attention in FP8 with a scale a row, emulated; the rest as bf16_islands",
@@ -69,7 +69,28 @@ def gem_precision_recipes() -> Sequence[PrecisionRecipe]:
             )
             for name, summary in _LOW.items()
         ),
+        PrecisionRecipe(
+            name="auto",
+            summary="each site in the first of a list of formats whose measured error keeps within a bound, emulated",
+            load="gem_precision.recipes.auto:Auto",
+            options="gem_precision.options:AutoOptions",
+        ),
+        PrecisionRecipe(
+            name="probe",
+            summary="as bf16_islands, and records what each low-precision recipe would get wrong, site by site",
+            load="gem_precision.recipes.probe:Probe",
+            options="gem_precision.options:ProbeOptions",
+        ),
     ]
+
+
+@hookimpl
+def gem_run_finished(run: RunInfo) -> None:
+    """A probing run leaves its record beside its other files."""
+    if run.config["precision"]["recipe"] == "probe":
+        from gem_precision.probe.record import Record, latest
+
+        (latest or [Record()])[0].write(run.folder)
 
 
 @hookimpl

@@ -111,6 +111,12 @@ def decisions(model: nn.Module, islands: Mapping[str, str]) -> list[PrecisionDec
     return answer
 
 
+def island_around(name: str, islands: Mapping[str, str]) -> str | None:
+    """The reason of the island that a module lies in, given those of ``Policy.find``."""
+    around = next((island for island in islands if island in ("", name) or name.startswith(f"{island}.")), None)
+    return None if around is None else islands[around]
+
+
 def leaves(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Modules without children, by name (``""`` for a model that is one leaf)."""
     return [(name, module) for name, module in model.named_modules() if not any(module.children())]

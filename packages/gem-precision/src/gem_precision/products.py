@@ -48,25 +48,32 @@ class _Einsum(torch.autograd.Function):
     def forward(ctx: Any, equation: str, left: Tensor, right: Tensor, rule: LinearRule) -> Tensor:
         ctx.save_for_backward(left, right)
         ctx.rule, ctx.equation = rule, equation
-        return _multiply(equation, left, right, rule.inputs, rule.inputs).clone()  # references add in place, which a view of einsum's would not bear
+        return multiply(equation, left, right, rule.inputs, rule.inputs).clone()  # references add in place, which a view of einsum's would not bear
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None, Tensor | None, None]:
         left, right = ctx.saved_tensors
         rule: LinearRule = ctx.rule
-        operands, out = ctx.equation.split("->")
-        first, second = operands.split(",")
         rounding: Rounding = "stochastic" if rule.stochastic else "nearest"
+        to_left, to_right = backward_equations(ctx.equation)
         d_left = d_right = None
         if ctx.needs_input_grad[1]:
-            d_left = _multiply(f"{out},{second}->{first}", grad, right, rule.grads, rule.inputs, rounding)
+            d_left = multiply(to_left, grad, right, rule.grads, rule.inputs, rounding)
         if ctx.needs_input_grad[2]:
-            d_right = _multiply(f"{out},{first}->{second}", grad, left, rule.grads, rule.inputs, rounding)
+            d_right = multiply(to_right, grad, left, rule.grads, rule.inputs, rounding)
         return None, d_left, d_right, None
 
 
-def _multiply(equation: str, left: Tensor, right: Tensor, left_format: Format, right_format: Format, rounding: Rounding = "nearest") -> Tensor:
+def backward_equations(equation: str) -> tuple[str, str]:
+    """Of ``first,second->out``: the products of the output's gradient with the second operand, and with the first."""
+    operands, out = equation.split("->")
+    first, second = operands.split(",")
+    return f"{out},{second}->{first}", f"{out},{first}->{second}"
+
+
+def multiply(equation: str, left: Tensor, right: Tensor, left_format: Format, right_format: Format, rounding: Rounding = "nearest") -> Tensor:
+    """``torch.einsum`` of operands rounded along the axis that they contract; ``rounding`` is the left one's. float32."""
     operands, out = equation.split("->")
     first, second = operands.split(",")
     sizes = dict(zip(first, left.shape, strict=True))

@@ -8,11 +8,6 @@ import typer
 app = typer.Typer(no_args_is_help=True, help="Hold number formats to the quality of a run.")
 
 
-@app.callback()
-def _group() -> None:
-    """Keeps ``guard`` a sub-command although it is the only one."""
-
-
 @app.command()
 def guard(
     config: Annotated[str, typer.Option("--config", "-c", help="A TOML file, or the name of a recipe of `gem recipes list`.")],
@@ -54,3 +49,22 @@ def guard(
     Console(width=160).print(table)
     if not all(v.holds for v in verdicts):
         raise typer.Exit(1)
+
+
+@app.command()
+def sweep(
+    config: Annotated[str, typer.Option("--config", "-c", help="A TOML file, or the name of a recipe of `gem recipes list`.")],
+    out: Annotated[Path, typer.Option(help="Folder of the run that is probed; precision-probe.json and precision.svg go there.")],
+    steps: Annotated[int, typer.Option(min=1, help="Training steps to probe.")] = 20,
+    overrides: Annotated[list[str] | None, typer.Option("--set", help="PATH=VALUE for the run; may be repeated.")] = None,
+) -> None:
+    """Rank the places of a model by what each format would get wrong there, measured on real batches. The recipe `auto` reads the result."""
+    from gem_precision.probe.record import read_probe
+    from gem_precision.probe.report import draw, ranking
+    from gem_precision.run import gem
+
+    words = [word for pair in ("precision.recipe=probe", f"train.max_steps={steps}", *(overrides or ())) for word in ("--set", pair)]
+    gem("train", "-c", config, "--out", str(out), *words)
+    rows = read_probe(out)
+    ranking(rows)
+    print(f"drawn: {draw(rows, out)}")

@@ -1,16 +1,15 @@
 """Training the pairs: each run is a ``gem`` process of its own, and one that is there already is not repeated."""
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from gem_core.spec import RequestError, RunFailed
+from gem_core.spec import RequestError
 from gem_precision.guard.compare import Scored, Verdict, compare
+from gem_precision.run import gem
 
 PREDICTIONS = "predictions.npz"
 
@@ -74,9 +73,9 @@ def _scored(plan: Plan, recipe: str, seed: int, say: Callable[[str], None]) -> d
         overrides = [word for pair in asked for word in ("--set", pair)]
         run = folder / "run"
         if not (run / "summary.json").exists():
-            _gem("train", "-c", plan.config, "--seed", str(seed), "--out", str(run), *overrides)
+            gem("train", "-c", plan.config, "--seed", str(seed), "--out", str(run), *overrides)
         partial = folder / f"{PREDICTIONS}.part"
-        _gem("eval", str(run), "--predictions", str(partial))
+        gem("eval", str(run), "--predictions", str(partial))
         partial.replace(folder / PREDICTIONS)
     return read_predictions(folder / PREDICTIONS)
 
@@ -86,10 +85,3 @@ def read_predictions(file: Path) -> dict[str, Scored]:
     with np.load(file) as columns:
         tasks = sorted({name.rpartition("/")[0] for name in columns.files})
         return {task: Scored(*(columns[f"{task}/{name}"] for name in ("logit", "label", "weight"))) for task in tasks}
-
-
-def _gem(*words: str) -> None:
-    done = subprocess.run([sys.executable, "-m", "gem_core", *words], capture_output=True, text=True, check=False)
-    if done.returncode:
-        last = done.stderr.strip().splitlines()[-1:] or ["no message"]
-        raise RunFailed(f"gem {' '.join(words)}", f"it ended with exit code {done.returncode}: {last[0]}", "Run it by hand to see all it says.")

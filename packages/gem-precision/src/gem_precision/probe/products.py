@@ -1,0 +1,88 @@
+"""Products that are computed as they are, while each low-precision recipe computes them beside and its error is recorded."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import linear
+from torch.overrides import TorchFunctionMode
+
+from gem_precision.linear import LinearRule
+from gem_precision.presets import PRESETS
+from gem_precision.probe.record import FORWARD, LEFT, RIGHT, Record
+from gem_precision.products import backward_equations, multiply
+
+RULES: Mapping[str, LinearRule] = {name: preset.rule() for name, preset in PRESETS.items()}
+
+
+class ProbedProducts(TorchFunctionMode):
+    """Inside the block every ``torch.einsum`` of two operands and every ``linear`` is recorded under the name of a site, if gradients are on."""
+
+    def __init__(self, site: str, record: Record) -> None:
+        super().__init__()
+        self._site, self._record = site, record
+
+    def __torch_function__(self, func: Any, types: Sequence[Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if not torch.is_grad_enabled() or func not in (torch.einsum, linear):
+            return func(*args, **(kwargs or {}))
+        if func is torch.einsum:
+            equation, left, right = args
+            return _Probed.apply(equation, left, right, False, self._site, self._record)  # type: ignore[no-untyped-call]
+        x, weight, *rest = args
+        bias = rest[0] if rest else (kwargs or {}).get("bias")
+        flat = x.reshape(-1, x.shape[-1])
+        out: Tensor = _Probed.apply("ni,oi->no", flat, weight, True, self._site, self._record)  # type: ignore[no-untyped-call]
+        out = out.reshape(*x.shape[:-1], weight.shape[0])
+        return out if bias is None else out + bias
+
+
+class _Probed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, equation: str, left: Tensor, right: Tensor, weights: bool, site: str, record: Record) -> Tensor:
+        ctx.save_for_backward(left, right)
+        ctx.about = (equation, weights, site, record)
+        record.called(site)
+        exact = torch.einsum(equation, left, right).clone()
+        for name, rule in RULES.items():
+            low = multiply(equation, left, right, rule.inputs, rule.weights if weights else rule.inputs)
+            record.add(site, FORWARD, name, exact, low)
+        return exact
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (left, right), (equation, weights, site, record) = ctx.saved_tensors, ctx.about
+        to_left, to_right = backward_equations(equation)
+        answers: list[Tensor | None] = [None, None]
+        for i, (product, turned, other) in enumerate(((LEFT, to_left, right), (RIGHT, to_right, left))):
+            if not ctx.needs_input_grad[1 + i]:
+                continue
+            exact = torch.einsum(turned, grad, other)
+            for name, rule in RULES.items():
+                form = rule.weights if weights and product == LEFT else rule.inputs
+                record.add(site, product, name, exact, multiply(turned, grad, other, rule.grads, form))
+            answers[i] = exact
+        return None, answers[0], answers[1], None, None, None
+
+
+class ProbedForward:
+    """The forward of a linear layer, recorded."""
+
+    def __init__(self, forward: Callable[..., Any], site: str, record: Record) -> None:
+        self.forward, self._site, self._record = forward, site, record
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with ProbedProducts(self._site, self._record):
+            return self.forward(*args, **kwargs)
+
+
+class ProbedBind:
+    """``KernelSlot.bind`` of a slot that is asked to take the reference: binds it recorded."""
+
+    def __init__(self, bind: Callable[..., None], site: str, record: Record) -> None:
+        self._bind, self._site, self._record = bind, site, record
+
+    def __call__(self, kernel: Callable[..., Any], backend: str = "bound") -> None:
+        self._bind(ProbedForward(kernel, self._site, self._record), backend)

@@ -1,0 +1,54 @@
+"""The places of a model where a recipe can lower a matrix product: linear layers, and the kernels of layers that multiply matrices."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import nn
+
+from gem_core.ops.slot import KernelSlot
+from gem_precision.plugin import LOW_OPS
+from gem_precision.policy import label, reads_children
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """A place.
+
+    Args:
+        name: as decisions call it: the module's name, or ``MODULE.ATTRIBUTE`` of a slot for attention.
+        owner: the name of the module.
+        module: the linear layer, or the module that has the slot.
+        slot: None for a linear layer.
+        handed: a linear layer whose weights its parent gives to a kernel: its own forward never runs.
+    """
+
+    name: str
+    owner: str
+    module: nn.Module
+    slot: KernelSlot | None = None
+    handed: bool = False
+
+    @property
+    def attention(self) -> bool:
+        """Whether the products are those of attention."""
+        return self.slot is not None and self.slot.op != "norm_linear"
+
+    @property
+    def width(self) -> int | None:
+        """The narrower side of the matrix, or the width of a head; None where neither is known."""
+        if self.slot is not None and self.attention:
+            return self.slot.head_dim
+        return min((min(p.shape) for p in self.module.parameters() if p.dim() == 2), default=None)
+
+
+def sites(model: nn.Module) -> Iterator[Site]:
+    """Every site, each once, in module order; a norm fused with its matmul is called as its module."""
+    seen: set[KernelSlot] = set()
+    for name, module in model.named_modules():
+        if type(module) is nn.Linear:
+            parent = model.get_submodule(name.rpartition(".")[0])
+            yield Site(label(name), name, module, handed=parent is not module and reads_children(parent))
+        for key, slot in vars(module).items():
+            if isinstance(slot, KernelSlot) and slot.op in LOW_OPS and slot not in seen:
+                seen.add(slot)
+                yield Site(label(name) if slot.op == "norm_linear" else f"{label(name)}.{key}", name, module, slot)
