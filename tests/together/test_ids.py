@@ -95,6 +95,11 @@ def test_case_E03_four_ranks_give_the_ids_of_one_and_two_go_on_with_them(gem: Ge
     check(gem, one, tmp_path / "run")
 
 
+def test_a_plan_has_the_rows_of_the_rules(gem: Gem) -> None:
+    told = json.loads(gem("plan", "-c", "synthetic", "--world", "2", *RUN, "--set", "embedding.engine=sharded_2d", "--json").stdout)
+    assert {table["table"]: table["rows"] for table in told["tables"]} == {"item": 90, "category": 4, "user_group": 7, "hour": 25}
+
+
 @pytest.mark.parametrize(("policy", "theirs"), [("lfu", "LFU"), ("lru", "LRU"), ("distance_lfu", "DistanceLFU")])
 def test_an_id_is_worth_what_torchrec_says(policy: str, theirs: str) -> None:
     """Who loses and who gets a row among 60 owners and 40 that wait, all worth different amounts, at step 500."""

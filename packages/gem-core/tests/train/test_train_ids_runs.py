@@ -129,7 +129,9 @@ def owners(run: Path) -> dict[int, tuple[Tensor, Tensor]]:
 
 
 @pytest.mark.parametrize("size", [{"rows": 15}, {"rows": 6}, {"rows": 9, "buckets": 1}, {"rows": 12, "hashed_rows": 2}])
-def test_case_E03_a_table_of_another_size_keeps_its_best_ids(configure: Configure, tmp_path: Path, size: dict[str, int]) -> None:
+def test_case_E03_a_table_of_another_size_keeps_its_best_ids(
+    configure: Configure, tmp_path: Path, capsys: pytest.CaptureFixture[str], size: dict[str, int]
+) -> None:
     run = tmp_path / "run"
     train(configure(*MANAGED))
     before, first = owners(run), table(run)["weight"][0]
@@ -149,6 +151,8 @@ def test_case_E03_a_table_of_another_size_keeps_its_best_ids(configure: Configur
     after = table(run)
     assert after["weight"].shape[0] == after["exp_avg"].shape[0] == size["rows"]
     (told,) = [record["tables"] for record in read_log(run) if record["event"] == "resized"]
+    assert gem(["checkpoint", "show", str(run)]) == 0
+    assert told[0] in capsys.readouterr().out
     assert told[0].startswith("table 'item' changed from 9 rows, 0 of them hashed, in 3 buckets to ")
     assert told[0].endswith(f"(resized = 'grow'): {len(now)} ids took their rows along")
 

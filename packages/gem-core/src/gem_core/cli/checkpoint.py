@@ -23,12 +23,15 @@ def show_(path: Where, json: Json = False) -> None:
     facts = {key: about[key] for key in ("step", "format", "world", "written_by", "kernels")}
     facts |= {"engine": about["config"]["embedding"]["engine"], "optimizer": about["config"]["embedding"]["optimizer"]}
     if json:
+        facts |= {"ids": about.get("ids", {}), "resized": about.get("resized", [])}
         print_json({"path": str(saved.path), **facts, "bytes": total, "files": about["files"], "tensors": groups})
         return
     by = about["written_by"]
     print(f"{saved.path}: step {about['step']}, {total / 1e6:.1f} MB in {len(about['files'])} files, format {about['format']}")
     print(f"written {by['time']} by gem-core {by['gem_core']}, torch {by['torch']}, world size {about['world']}, engine {facts['engine']}\n")
     print_table(("WHAT", "SHAPE", "HOLDS", "MB"), [(g["name"], g["shape"], g["holds"], f"{g['bytes'] / 1e6:.1f}") for g in groups])
+    for told in about.get("resized", ()):
+        print(f"\n{told}")
 
 
 def _groups(saved: Any) -> list[dict[str, Any]]:

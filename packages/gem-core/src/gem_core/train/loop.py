@@ -196,6 +196,7 @@ def about(run: Run) -> dict[str, Any]:
         "data": restore.data_facts(run.source),
         "schema": schema_as_json(run.schema),
         "ids": describe(run.ids.maps),
+        "resized": run.ids.report,
         "world": run.world.size,
         "written_by": {"gem_core": __version__, "torch": torch.__version__, "time": datetime.now(UTC).isoformat(timespec="seconds")},
     }
