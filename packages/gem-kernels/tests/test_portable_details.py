@@ -1,5 +1,6 @@
 """What is peculiar to each portable kernel: rotation, blocks, splits, norms at a large mean, runs of rows, moved dtypes; and planted faults."""
 
+from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
@@ -12,6 +13,7 @@ from gem_core.testing import assert_close
 pytest.importorskip("triton")
 
 from gem_kernels.ops import host
+from gem_kernels.ops.block_attention import configs as block_configs
 from gem_kernels.ops.block_attention import launch as block_launch
 from gem_kernels.ops.norm_linear import launch as norm_launch
 from gem_kernels.ops.pooled_attention import launch as pooled_launch
@@ -60,10 +62,11 @@ def test_a_block_sees_nothing_of_its_neighbours():
 
 
 def test_block_configurations_by_what_they_depend_on():
-    plain = {"wide_dtype": False, "changed": False, "roomy": True}
-    assert block_launch.choose("forward", 64, **plain) == block_launch.FORWARD
-    assert block_launch.choose("forward", 64, **{**plain, "roomy": False}) == block_launch.SMALL
-    assert block_launch.choose("backward", 128, **plain) == block_launch.choose("forward", 64, **{**plain, "wide_dtype": True}) == block_launch.WIDE
+    plain = block_configs.Key("forward", 64, 128, False, False, True)
+    assert block_configs.choose(plain) == block_configs.FORWARD
+    assert block_configs.choose(replace(plain, roomy=False)) == block_configs.SMALL
+    assert block_configs.choose(replace(plain, direction="backward", roomy=False)) == block_configs.SMALL_BACKWARD
+    assert block_configs.choose(replace(plain, tile=128)) == block_configs.choose(replace(plain, wide_dtype=True)) == block_configs.WIDE
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])

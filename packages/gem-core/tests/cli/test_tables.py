@@ -96,6 +96,18 @@ def test_kernels_list_json_has_the_agreed_shape(acme: None, capsys: pytest.Captu
     assert len(chosen) == len(set(chosen)) >= 12
 
 
+def test_a_kernel_says_where_its_configuration_comes_from(install, capsys: pytest.CaptureFixture[str]) -> None:
+    source = KERNELS.replace('kernel("acme")', 'kernel("acme", configuration="acme_gem:where")')
+    install("acme-gem", source + "\ndef where(request, gpu):\n    return f'{gpu} table of {request.op}'\n")
+    rows = {(row["op"], row["backend"]): row for row in listed(capsys, "kernels", "list")}
+    assert rows["gdpa", "acme"]["configuration"].endswith("table of gdpa")
+    assert "configuration" not in rows["gdpa", "reference"]
+    assert run(["kernels", "explain", "gdpa", "--dtype", "fp16", "--device", "cpu"]) == 0
+    assert "table of gdpa" not in capsys.readouterr().out, "an unfit kernel has none"
+    assert run(["kernels", "explain", "gdpa", "--device", "cpu"]) == 0
+    assert "table of gdpa" in capsys.readouterr().out
+
+
 def test_kernels_list_follows_names_and_configuration(acme: None, tmp_path, monkeypatch, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "run.toml").write_text("[kernels]\nprefer = ['acme', 'reference']\n")
     rows = {(r["op"], r["backend"]): r for r in listed(capsys, "kernels", "list", "-c", str(tmp_path / "run.toml"))}

@@ -45,6 +45,7 @@ def _sdpa(op: str, features: tuple[str, ...]) -> list[KernelImpl]:
 
 
 _FLOATS = ("fp32", "bf16", "fp16")
+_TUNING = "gem_kernels.common.tuning:where"
 _MOVED = ("fp64", *_FLOATS, "int64", "int32", "bool")
 
 
@@ -98,6 +99,7 @@ def gem_kernel_impls() -> Sequence[KernelImpl]:
             features=_GDPA_FEATURES,
             check="gem_kernels.ops.limits:check_attention",
             requires=("triton",),
+            configuration=_TUNING,
             summary="portable Triton, forward and backward without atomics",
         ),
         KernelImpl(
@@ -111,13 +113,14 @@ def gem_kernel_impls() -> Sequence[KernelImpl]:
             features=("cross", "causal", "window", "broadcast_q", "bias", "gqa", "lse"),
             check="gem_kernels.ops.limits:check_attention",
             requires=("triton",),
+            configuration=_TUNING,
             summary="portable Triton, forward and backward without atomics",
         ),
         _gluon("gdpa", "gem_kernels.ops.gdpa.launch:gluon", _GDPA_FEATURES),
         _gluon("jagged_attention", "gem_kernels.ops.jagged_attention.launch:gluon", ("cross", "causal", "window", "broadcast_q", "gqa", "lse")),
         *_sdpa("jagged_attention", ("cross", "causal", "window", "broadcast_q", "bias", "gqa")),
         *_sdpa("pooled_attention", ("per_row_seeds", "gqa")),
-        replace(_portable("block_attention", ("rope", "rope_v", "qk_norm"), "check_block_attention"), contract=2),
+        replace(_portable("block_attention", ("rope", "rope_v", "qk_norm"), "check_block_attention"), contract=2, configuration=_TUNING),
         replace(_gluon("hstu_attention", "gem_kernels.ops.hstu_attention.launch:gluon", ("causal", "noncausal", "window")), dtypes=("bf16",)),
         _portable("hstu_attention", ("causal", "noncausal", "window", "contextual", "targets", "bias"), "check_attention"),
         _portable("pooled_attention", ("per_row_seeds", "gqa"), "check_attention"),
@@ -132,5 +135,6 @@ def gem_kernel_impls() -> Sequence[KernelImpl]:
 @hookimpl
 def gem_cli_commands() -> Sequence[CliCommand]:
     return [
-        CliCommand(name="kernels bench", load="gem_kernels.bench.cli:bench", summary="Time kernels on the published shapes, beside installed peers.")
+        CliCommand(name="kernels bench", load="gem_kernels.bench.cli:bench", summary="Time kernels on the published shapes, beside installed peers."),
+        CliCommand(name="kernels tune", load="gem_kernels.bench.tune:tune", summary="Find the fastest tile shapes of portable kernels on this GPU."),
     ]

@@ -14,7 +14,7 @@ from gem_core.plugins.nearest import nearest
 from gem_core.select.device import current_device, installed
 from gem_core.select.policy import Candidate, KernelChoice, check_request, describe, explain, named_backend, policy_scope, preference
 from gem_core.select.registry import registry, stale
-from gem_core.spec import DEVICES, DTYPES, KernelRequest, KernelUnavailable, RequestError
+from gem_core.spec import DEVICES, DTYPES, KernelRequest, KernelUnavailable, RequestError, load_object
 
 PREFIX = "kernels "
 
@@ -60,7 +60,7 @@ def list_(json: Json = False, config: Config = None) -> None:
         dtype = "bf16" if here.device == "cuda" else "fp32"
         for op in sorted(registry().ops):
             request = KernelRequest(op=op, device=here.device, dtype=dtype, arch=here.arch, head_dim=HEAD_DIM)
-            rows += [_row(candidate) for candidate in explain(request)[0]]
+            rows += [_row(candidate, request) for candidate in explain(request)[0]]
         rows += [_row(Candidate(owned=owned, here="no", why_not=[reason])) for owned, reason in stale() if owned.impl.op not in registry().ops]
         if json:
             print_json(rows)
@@ -102,7 +102,7 @@ def explain_(
         candidates, outcome = explain(request, backend)
         name, where = named_backend(op, backend)
         prefer = _preference()
-    rows = [_row(candidate) for candidate in candidates]
+    rows = [_row(candidate, request) for candidate in candidates]
     if json:
         print_json({"request": describe(request), "named": name, "named_by": where, "prefer": prefer, "candidates": rows, **_as_json(outcome)})
         return
@@ -130,8 +130,9 @@ def _one_of(option: str, word: str, known: tuple[str, ...]) -> str:
     return word
 
 
-def _row(candidate: Candidate) -> dict[str, Any]:
+def _row(candidate: Candidate, request: KernelRequest | None = None) -> dict[str, Any]:
     impl = candidate.owned.impl
+    stated = request is not None and candidate.here != "no" and impl.configuration
     return {
         "op": impl.op,
         "backend": impl.backend,
@@ -140,13 +141,20 @@ def _row(candidate: Candidate) -> dict[str, Any]:
         "version": candidate.owned.owner_version,
         "here": candidate.here,
         "why_not": candidate.why_not,
+        **({"configuration": load_object(stated)(request, current_device().name)} if stated else {}),
     }
 
 
 def _print_rows(rows: list[dict[str, Any]]) -> None:
-    columns = ("OP", "BACKEND", "FROM", "HERE", "WHY NOT")
+    columns = ("OP", "BACKEND", "FROM", "HERE", "WHY NOT, OR WHERE ITS CONFIGURATION COMES FROM")
     cells = [
-        (r["op"], "/".join(filter(None, (r["backend"], r["variant"]))), f"{r['from']} {r['version']}", r["here"], "; ".join(r["why_not"]))
+        (
+            r["op"],
+            "/".join(filter(None, (r["backend"], r["variant"]))),
+            f"{r['from']} {r['version']}",
+            r["here"],
+            "; ".join([*r["why_not"], *([f"configuration: {r['configuration']}"] if "configuration" in r else [])]),
+        )
         for r in rows
     ]
     print_table(columns, cells)

@@ -57,11 +57,25 @@ def wrong(function: Callable[..., Any], workload: Workload) -> str | None:
 
 def measure(function: Callable[..., Any], workload: Workload, mode: str) -> dict[str, float]:
     """Median milliseconds, TFLOP/s, GB/s of what has to move (``Workload.moved``), and the most memory in MiB beyond what was held before."""
+    call, outputs = _pass(function, workload, mode)
+    moved = workload.moved(outputs, mode)
+    flops = workload.flops * (workload.backward if mode == "bwd" else 1.0)
+    peak = _peak_mib(call)
+    ms = _median_ms(call)
+    return {"ms": round(ms, 4), "tflops": round(flops / ms / 1e9, 1), "gbps": round(moved / ms / 1e6, 1), "peak_mib": round(peak, 1)}
+
+
+def passes(function: Callable[..., Any], workload: Workload, mode: str) -> Callable[[int], float]:
+    """Median milliseconds of so many passes, as a function of how many."""
+    call, _ = _pass(function, workload, mode)
+    return lambda repeats: _median_ms(call, repeats)
+
+
+def _pass(function: Callable[..., Any], workload: Workload, mode: str) -> tuple[Callable[[], None], list[Tensor]]:
+    """A call of the forward pass (``fwd``) or of the backward pass alone, and the outputs."""
     outputs = flat(workload.call(function))
     leaves = workload.leaves()
     upstream = [torch.randn_like(o) for o in outputs]
-    moved = workload.moved(outputs, mode)
-    flops = workload.flops * (workload.backward if mode == "bwd" else 1.0)
 
     def call() -> None:
         if mode == "fwd":
@@ -69,9 +83,7 @@ def measure(function: Callable[..., Any], workload: Workload, mode: str) -> dict
         else:
             torch.autograd.grad(outputs, leaves, upstream, retain_graph=True)
 
-    peak = _peak_mib(call)
-    ms = _median_ms(call)
-    return {"ms": round(ms, 4), "tflops": round(flops / ms / 1e9, 1), "gbps": round(moved / ms / 1e6, 1), "peak_mib": round(peak, 1)}
+    return call, outputs
 
 
 def _peak_mib(call: Callable[[], None]) -> float:
@@ -87,12 +99,12 @@ def _peak_mib(call: Callable[[], None]) -> float:
     return (torch.cuda.max_memory_allocated() - held) / 2**20
 
 
-def _cuda_median_ms(call: Callable[[], None]) -> float:
+def _cuda_median_ms(call: Callable[[], None], repeats: int) -> float:
     """By CUDA events, the L2 cache cleared before each call and the device kept waiting meanwhile, so that the host's launches are not timed."""
     flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda")
     call()
     events = []
-    for _ in range(REPEATS):
+    for _ in range(repeats):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         flush.zero_()
         torch.cuda._sleep(WAIT_CYCLES)  # type: ignore[no-untyped-call]
@@ -104,9 +116,9 @@ def _cuda_median_ms(call: Callable[[], None]) -> float:
     return float(statistics.median(start.elapsed_time(end) for start, end in events))
 
 
-def _median_ms(call: Callable[[], None]) -> float:
+def _median_ms(call: Callable[[], None], repeats: int = REPEATS) -> float:
     if torch.cuda.is_available():
-        return _cuda_median_ms(call)
+        return _cuda_median_ms(call, repeats)
     start = time.perf_counter()
     call()
     return (time.perf_counter() - start) * 1e3

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from gem_core.ops.dispatch import cuda_arch
 from gem_kernels.common.schedule import Layout, Tiles, programs, tiles
+from gem_kernels.common.tuning import tuned
 from gem_kernels.ops.gdpa.configs import INTERPRETER, Config, Key, config_key
 from gem_kernels.ops.host import MAX_GRID, block_width, check_call, interpreted, precision, readable
 from gem_kernels.ops.limits import MAX_WIDTH
@@ -92,7 +93,9 @@ class AttentionCall:
         return config_key(direction, dim=self.q.shape[-1], v_dim=self.v.shape[-1], itemsize=self.q.element_size(), max_length=length, arch=arch)
 
     def over_tiles(self, kernel: Any, direction: str, config: Config, **arguments: Any) -> None:
-        """Launch a kernel over the tiles of its direction, times the heads."""
+        """Launch a kernel over the tiles of its direction, times the heads; ``config`` unless this machine was tuned for the call."""
+        if self.bias is None and not interpreted():
+            config = tuned(self.op, self.key(direction), config)
         axis, block, heads = ("k", config.block_n, self.kv_heads) if direction == "key_grad" else ("q", config.block_m, self.heads)
         found = self.tiles(axis, block)
         grid = programs(found.bound * heads, TRITON_RESIDENT, self.q.device)

@@ -2,7 +2,7 @@
 
 from functools import cache
 from importlib import import_module
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,43 +10,21 @@ from torch.utils.flop_counter import register_flop_formula
 
 from gem_core.ops.block_attention import flops
 from gem_core.spec import KernelUnavailable
+from gem_kernels.common.tuning import tuned
 from gem_kernels.ops import host
+from gem_kernels.ops.block_attention.configs import INTERPRETER, TILE, Key, choose
 from gem_kernels.ops.direct import differentiable, direct
 from gem_kernels.ops.limits import MAX_BLOCK, MAX_BLOCK_WIDTH
 from gem_kernels.ops.norm_linear.launch import norm_rows_grad
 
-TILE = 64
-"""Tokens of a tile, for blocks up to it: smaller blocks share one."""
 AXIS = 2**31 - 2**16
 """Size of the descriptor axes that are not to end anywhere."""
 
 
-class Config(NamedTuple):
-    """Tokens of a program in tiles, warps, stages of the load pipeline, and registers a thread (None: as many as it wants)."""
-
-    tiles: int
-    warps: int
-    stages: int
-    registers: int | None
-
-
-FORWARD = Config(8, 4, 2, None)
-BACKWARD = Config(8, 4, 2, None)
-SMALL = Config(8, 4, 1, 168)
-"""Where shared memory is short."""
-SMALL_BACKWARD = Config(1, 4, 1, None)
-WIDE = Config(1, 8, 1, None)
-"""Float32 inputs, and blocks above ``TILE``."""
-INTERPRETER = Config(2, 1, 1, None)
-
-
-def choose(kernel: str, tile: int, *, wide_dtype: bool, changed: bool, roomy: bool) -> Config:
-    """The configuration of a CUDA launch of ``forward`` or ``backward``, measured on an H200; ``changed``: q and k are normed or turned."""
-    if wide_dtype or tile > TILE:
-        return WIDE
-    if kernel == "backward":
-        return BACKWARD if roomy else SMALL_BACKWARD
-    return FORWARD if roomy else SMALL
+def key_of(direction: str, q: Tensor, v: Tensor, tile: int, *, changed: bool) -> Key:
+    """The bucketed facts of one launch."""
+    width = host.block_width(max(q.shape[-1], v.shape[-1]))
+    return Key(direction, tile, width, q.element_size() > 2, changed, host.roomy(q))
 
 
 def block_attention(
@@ -134,8 +112,8 @@ def _run(kernel: str, inputs: Inputs, settings: Settings, results: dict[str, Ten
     tile = TILE if block <= TILE else MAX_BLOCK
     span = tile // block * block
     engine = _copied(q, k, v, *upstream.values())
-    options = {"wide_dtype": q.element_size() > 2, "changed": normed or rope is not None, "roomy": host.roomy(q)}
-    config = INTERPRETER if host.interpreted() else choose(kernel, tile, **options)
+    key = key_of(kernel, q, v, tile, changed=normed or rope is not None)
+    config = INTERPRETER if host.interpreted() else tuned("block_attention", key, choose(key))
     chunk = span * config.tiles
     arguments: dict[str, Any] = {"q": q, "k": k, "v": v, **upstream}
     if engine:
