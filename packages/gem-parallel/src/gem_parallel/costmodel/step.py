@@ -1,6 +1,6 @@
 """One training step, rank by rank, in the order in which the trainer and torch's ``fully_shard`` do things.
 
-1. Look up: the busiest rank's vectors decide how long the exchange takes. Ids go beside the step before, if the trainer is one batch ahead.
+1. Look up: the rank that looks up and sends the most decides how long all wait. Ids go beside the step before, if the trainer is one batch ahead.
 2. Forward, block by block: a block's weights are gathered while the block before it computes. Experts gather the rows of their group and give back
    what they made of them; both are waited for.
 3. Backward, in reverse: weights again, if they were dropped; gradients are scattered behind the next block's backward, then summed over replicas.
@@ -127,9 +127,14 @@ class Step:
         """Exchange vectors and look up; returns the ids of the next batch on their way."""
         if not self._assumed.pipelined:
             clocks.wait_all(self._exchange(clocks, "ask"))
-        clocks.compute("look-ups", ROW_PASSES * 4 * self._looked_up() / self._bytes)
+        clocks.compute("look-ups", ROW_PASSES * 4 * self._looked_up() / self._bytes * self._table_costs())
         clocks.wait_all(self._exchange(clocks, "answer"))
         return self._exchange(clocks, "ask") if self._assumed.pipelined else []
+
+    def _table_costs(self) -> Times:
+        """What the ranks look up for others over the mean: as much as the vectors that they send, where the placement makes these uneven."""
+        sent = np.asarray(self._tables.sent.get("vectors", ()), dtype=np.float64)
+        return sent / sent.mean() if sent.any() else np.ones(self._dense.layout.world)
 
     def _looked_up(self) -> float:
         """Numbers of the rows that a rank looks up: as wide as its distinct rows are on average."""
