@@ -136,6 +136,24 @@ def test_an_id_outside_the_feature_is_refused_before_anything_is_counted(wrong: 
     assert ids.maps["item"].state.size == 0
 
 
+class Second(World):
+    """The first of two ranks; the other one found an error."""
+
+    def all_gather(self, values: Tensor) -> Tensor:
+        return torch.stack([values, torch.ones_like(values)])
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        return [value, RequestError("ids of rank 1", "they are wrong", "Correct them.")]
+
+
+def test_a_wrong_id_on_one_rank_is_raised_on_all() -> None:
+    ids = managed()
+    ids._world = Second()
+    with pytest.raises(RequestError, match="ids of rank 1"):
+        ids.admit(work(batch([[1]], [[]], [[]])))
+    assert ids.maps["item"].state.size == 0
+
+
 def test_raw_ids_without_a_rule_are_refused_with_the_remedy() -> None:
     with pytest.raises(RequestError, match=rf"'item'.*{HUGE} rows of width 4.*\[\[embedding.ids\]\]"):
         TorchEmbeddings(TABLES, SparseOptimizer(), device="cpu", seed=1)

@@ -11,10 +11,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from gem_core.batch import Batch
 from gem_core.config.schema import ManagedTable
-from gem_core.spec import Embeddings, TableSpec
+from gem_core.spec import Embeddings, GemError, TableSpec
 from gem_core.train.feed import Work
 from gem_core.train.ids.exchange import exchange
 from gem_core.train.ids.idmap import IdMap
@@ -104,8 +105,8 @@ class ManagedIds:
         names = [f"{key}/{what}" for key in self._limits for what in ("ids", "unadmitted")]
         if split == "train":
             names += [f"{name}/{what}" for name in self.maps for what in ("admitted", "evicted")]
-            told |= {f"{name}/owned": owned for name, owned in self._owned.items()}
             names += [f"{name}/owned" for name in self.maps]
+            told.update({f"{name}/owned": owned for name, owned in self._owned.items()})
         sums = self._world.all_gather(torch.tensor([told[name] for name in names])).sum(0).tolist()
         told.clear()
         out: dict[str, Any] = {}
@@ -124,28 +125,42 @@ class ManagedIds:
         """
         if not self.maps:
             return batches
-        for batch in batches:
-            batch.ids.check_ids(self._limits)
+        self._check(batches)
         columns = [[batch.ids.ids(key) for batch in batches for key in table.features] for table in self._tables]
-        asked, inverse = zip(*(_distinct(torch.cat(parts).numpy()) for parts in columns), strict=True)
+        asked, places = zip(*(_distinct(torch.cat(parts).numpy()) for parts in columns), strict=True)
         mine = exchange(self._world, [self._by_owner(table.name, ids) for table, ids in zip(self._tables, asked)])
-        for table, parts in zip(self._tables, mine if count is not None else ()):
-            assert count is not None
-            count(table.name, *_summed(np.concatenate(parts)))
+        if count is not None:
+            for table, parts in zip(self._tables, mine):
+                count(table.name, *_summed(np.concatenate(parts)))
         answers = [[self.maps[table.name].look_up(part[:, 0])[:, None] for part in parts] for table, parts in zip(self._tables, mine)]
-        found = [np.concatenate(parts)[:, 0] for parts in exchange(self._world, answers)]
         values = [batch.ids.values.clone() for batch in batches]
-        for table, rows, places in zip(self._tables, found, inverse):
-            every = torch.from_numpy(np.concatenate([[0], rows])[places + 1])
-            sizes = [batch.ids.ids(key).numel() for batch in batches for key in table.features]
-            targets = [(batch, value, key) for batch, value in zip(batches, values) for key in table.features]
-            for (batch, value, key), own in zip(targets, torch.split(every, sizes), strict=True):
-                start = batch.ids.starts[batch.ids.keys.index(key)]
-                present = batch.ids.ids(key) != 0
-                told[f"{key}/ids"] += int(present.sum())
-                told[f"{key}/unadmitted"] += int((present & (own < self.maps[table.name].layout.first)).sum())
-                value[start : start + own.numel()] = own
+        for table, parts, place in zip(self._tables, exchange(self._world, answers), places):
+            rows = torch.from_numpy(np.concatenate([[0], np.concatenate(parts)[:, 0]])[place + 1])
+            self._put(table, rows, batches, values, told)
         return [replace(batch, ids=replace(batch.ids, values=value)) for batch, value in zip(batches, values)]
+
+    def _check(self, batches: Sequence[Batch]) -> None:
+        """Raise on every rank what is wrong with the ids of one: the others would wait for it."""
+        error: GemError | None = None
+        try:
+            for batch in batches:
+                batch.ids.check_ids(self._limits)
+        except GemError as found:
+            error = found
+        if bool(self._world.all_gather(torch.tensor([error is not None])).any()):
+            raise next(e for e in self._world.gather_objects(error) if e is not None)
+
+    def _put(self, table: TableSpec, rows: Tensor, batches: Sequence[Batch], values: Sequence[Tensor], told: Counter[str]) -> None:
+        """Write a table's rows, batch after batch and feature after feature, over the ids in ``values``."""
+        first = 0
+        for batch, value in zip(batches, values):
+            for key in table.features:
+                ids, begin = batch.ids.ids(key), batch.ids.starts[batch.ids.keys.index(key)]
+                own = rows[first : first + ids.numel()]
+                told[f"{key}/ids"] += int((ids != 0).sum())
+                told[f"{key}/unadmitted"] += int(((ids != 0) & (own < self.maps[table.name].layout.first)).sum())
+                value[begin : begin + ids.numel()] = own
+                first += ids.numel()
 
     def _by_owner(self, name: str, asked: Ints) -> list[Ints]:
         """Ids ``[n, 2]`` in the order of their keys, divided among the ranks that keep their buckets."""
@@ -166,7 +181,7 @@ class ManagedIds:
 
 
 @torch.no_grad()
-def reset_rows(embeddings: Embeddings, table: str, rows: torch.Tensor, weights: torch.Tensor) -> None:
+def reset_rows(embeddings: Embeddings, table: str, rows: Tensor, weights: Tensor) -> None:
     """Put ``weights`` ``[n, dim]`` into ``rows`` ``[n]`` of a table and zeros into their optimiser state, as far as this process keeps them.
 
     The caller tells the engine with ``tables_loaded``.
