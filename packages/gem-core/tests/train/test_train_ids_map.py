@@ -1,6 +1,7 @@
 """Which ids own rows: against a slow implementation with dictionaries, on any division of the buckets among ranks."""
 
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -273,6 +274,13 @@ def test_rules_are_found_by_pattern_and_one_that_matches_nothing_is_refused() ->
         rules_by_table(tables, [*rules, rule(pattern="shop*")])
     with pytest.raises(RequestError, match="1 are left for 2 buckets"):
         rules_by_table(tables, [rule(pattern="item", rows=2)])
+
+
+def test_every_key_of_a_rule_is_documented_with_its_default() -> None:
+    text = (Path(__file__).parents[4] / "docs/parallelism.md").read_text()
+    for key, item in ManagedTable.model_fields.items():
+        default = "" if item.is_required() else item.default if isinstance(item.default, int) else f"`{item.default}`"
+        assert f"| `{key}` | {default} |".replace("  ", " ") in text, key
 
 
 def test_fresh_weights_depend_on_seed_table_and_id_alone() -> None:
