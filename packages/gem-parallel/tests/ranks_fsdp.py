@@ -4,6 +4,7 @@ usage: ranks_fsdp.py FOLDER RANK WORLD
 """
 
 import sys
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from gem_core.spec import ParallelContext, RequestError, Topology
-from gem_parallel.dense.fsdp import FullyShard
+from gem_core.spec import GemError, ParallelContext, Topology
+from gem_parallel.comm.ledger import LEDGER
+from gem_parallel.dense.experts import Placement
+from gem_parallel.dense.fsdp import FullyShard, units_of, watch
 
 ROWS, STEPS = 12, 4
+OPTIONS: dict[str, dict[str, Any]] = {
+    "no prefetch": {"prefetch": 0},
+    "two ahead": {"prefetch": 2, "replicas": 2},
+    "one kept": {"keep": ("layers.1",)},
+    "bf16 payload": {"payload": "bf16"},
+    "bf16 sums": {"reduce_dtype": "bf16", "replicas": 2},
+}
 
 
 class Blocks(nn.Module):
@@ -59,19 +69,43 @@ def train(module: nn.Module, rank: int, world: int) -> dict[str, Tensor]:
     return {name: whole(p.detach()).clone() for name, p in module.named_parameters()}
 
 
-def refused(context: ParallelContext, replicas: int) -> str:
+def first(module: nn.Module, rank: int, world: int) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss of the first batch over all ranks, and its gradients, whole."""
+    loss = module(share(rank, world, 0)).square().sum() / ROWS
+    (loss * world).backward()
+    gradients = {name: whole(p.grad).clone() for name, p in module.named_parameters() if p.grad is not None}
+    total = loss.detach().clone()
+    if world > 1:
+        dist.all_reduce(total)
+    module.zero_grad()
+    return total, gradients
+
+
+def refused(context: ParallelContext, replicas: int, **words: Any) -> str:
     try:
-        FullyShard(replicas=replicas).apply(Blocks(), context)
-    except RequestError as error:
-        return str(error)
+        FullyShard(replicas=replicas, **words).apply(Blocks(), context)
+    except GemError as error:
+        return " ".join(str(error).split())
     return "no error"
+
+
+def recorded(context: ParallelContext, rank: int, world: int) -> list[dict[str, Any]]:
+    """One step with two replicas, and with the waits that are recorded on CUDA alone."""
+    strategy, module = FullyShard(replicas=2), Blocks()
+    strategy.apply(module, context)
+    watch(list(units_of(module, Placement())), torch.device("cpu"))
+    for timed in (False, True):
+        LEDGER.start(timed=timed)
+        module(share(rank, world, 0)).sum().backward()
+        entries = [asdict(entry) for entry in LEDGER.stop()]
+    return entries
 
 
 def main(folder: Path, rank: int, world: int) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world, timeout=timedelta(seconds=100))
     context = ParallelContext(rank=rank, world=world, device="cpu", topology=Topology(world=world, device="cpu"))
-    saved: dict[str, Any] = {"weights": {}, "held": {}, "facts": {}}
+    saved: dict[str, Any] = {"weights": {}, "held": {}, "facts": {}, "options": {}, "sent": {}, "first": {}}
     for replicas in (1, 2, world):
         for reshard in (True, False):
             strategy, module = FullyShard(replicas=replicas, reshard=reshard), Blocks()
@@ -79,7 +113,17 @@ def main(folder: Path, rank: int, world: int) -> None:
             saved["held"][replicas] = sum(p.to_local().numel() for p in module.parameters() if isinstance(p, DTensor))
             saved["weights"][replicas, reshard] = train(module, rank, world)
             saved["facts"][replicas] = dict(strategy.describe())
+    for name, words in OPTIONS.items():
+        strategy, module = FullyShard(**words), Blocks()
+        strategy.apply(module, context)
+        saved["first"][name] = first(module, rank, world)
+        strategy.traffic.take()
+        saved["options"][name] = train(module, rank, world)
+        saved["sent"][name] = strategy.traffic.take()
+        saved["facts"][name] = dict(strategy.describe())
+    saved["recorded"] = recorded(context, rank, world)
     saved["refused"] = refused(context, 3)
+    saved["refused pattern"], saved["refused backend"] = refused(context, 1, keep=("layer",)), refused(context, 1, comm="copy_engine")
     torch.save(saved, folder / f"rank{rank}.pt")
     dist.destroy_process_group()
 

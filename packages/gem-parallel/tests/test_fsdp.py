@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from pydantic import ValidationError
-from ranks_fsdp import Blocks, train
+from ranks_fsdp import OPTIONS, STEPS, Blocks, first, train
 from torch import nn
 
 from gem_core.spec import ParallelContext, RequestError, Topology, load_object
@@ -67,6 +67,81 @@ def test_the_blocks_are_told(ranks: list[dict[str, Any]]) -> None:
     assert facts["blocks"] == ["layers.0", "layers.1"]
 
 
+def shard_bytes(part: str) -> int:
+    """Bytes of a rank's shard of the parameters whose names begin so, in equal parts of four."""
+    shapes = {name: p.shape for name, p in Blocks().named_parameters()}
+    return 4 * sum(-(-shape[0] // WORLD) * shape[1:].numel() for name, shape in shapes.items() if name.startswith(part))
+
+
+@pytest.mark.parametrize("name", [name for name in OPTIONS if "bf16" not in name])
+def test_order_and_what_is_kept_change_no_result(ranks: list[dict[str, Any]], name: str) -> None:
+    want = train(Blocks(), 0, 1)
+    for rank in ranks:
+        for parameter, tensor in want.items():
+            assert torch.allclose(rank["options"][name][parameter], tensor, rtol=1e-5, atol=1e-6), parameter
+
+
+def test_a_payload_of_16_bits_rounds_weights_once(ranks: list[dict[str, Any]]) -> None:
+    """As if the weights themselves were rounded; gradients are not."""
+    rounded = Blocks()
+    with torch.no_grad():
+        for p in rounded.parameters():
+            p.copy_(p.bfloat16())
+    loss, gradients = first(rounded, 0, 1)
+    for rank in ranks:
+        got, got_gradients = rank["first"]["bf16 payload"]
+        assert torch.allclose(got, loss, rtol=1e-6)
+        assert not torch.equal(got, rank["first"]["no prefetch"][0])
+        for name, tensor in gradients.items():
+            assert torch.allclose(got_gradients[name], tensor, rtol=1e-5, atol=1e-6), name
+
+
+def test_sums_of_16_bits_round_gradients(ranks: list[dict[str, Any]]) -> None:
+    """Four summands, each rounded, and their sums: a few units of 2^-9, and never none."""
+    loss, gradients = first(Blocks(), 0, 1)
+    for rank in ranks:
+        got, got_gradients = rank["first"]["bf16 sums"]
+        assert torch.allclose(got, loss, rtol=1e-6)
+        for name, tensor in gradients.items():
+            largest = float(tensor.abs().max())
+            assert 0 < float((got_gradients[name] - tensor).abs().max()) < 2**-6 * largest, name
+
+
+def test_bytes_of_weights_and_gradients_equal_the_formula(ranks: list[dict[str, Any]]) -> None:
+    """Four steps; blocks are gathered twice, what is in no block or kept once; three of four shards are sent on."""
+    every, blocks_of, kept = (shard_bytes(part) for part in ("", "layers.", "layers.1"))
+    for rank in ranks:
+        sent = rank["sent"]
+        assert sent["no prefetch"] == {"dense: weights": STEPS * 3 * (every + blocks_of), "dense: gradients": STEPS * 3 * every}
+        assert sent["one kept"]["dense: weights"] == STEPS * 3 * (every + blocks_of - kept)
+        assert sent["bf16 payload"] == {"dense: weights": STEPS * 3 * (every + blocks_of) // 2, "dense: gradients": STEPS * 3 * every}
+        assert 2 * sent["bf16 sums"]["dense: gradients"] == sent["two ahead"]["dense: gradients"]
+        assert 2 * sent["bf16 sums"]["dense: gradients between replicas"] == sent["two ahead"]["dense: gradients between replicas"]
+
+
+def test_collectives_and_waits_are_recorded(ranks: list[dict[str, Any]]) -> None:
+    entries = ranks[1]["recorded"]
+    gathers = [entry["name"] for entry in entries if entry["kind"] == "all_gather"]
+    units = ["the rest", "layers.0", "layers.1"]
+    assert sorted(gathers) == sorted(f"dense: weights of {unit}" for unit in [*units, "layers.0", "layers.1"])
+    assert {entry["kind"] for entry in entries} == {"all_gather", "reduce_scatter", "all_reduce", "wait"}
+    assert all(entry["seconds"] >= entry["exposed"] >= 0 for entry in entries)
+    assert all(entry["seconds"] > 0 for entry in entries if entry["kind"] in ("all_gather", "wait"))
+    assert all((entry["ranks"], entry["group"]) == (2, "mesh_dense_shard") for entry in entries if entry["kind"] == "reduce_scatter")
+    waits = [entry["name"] for entry in entries if entry["kind"] == "wait"]
+    for unit in units:
+        assert f"dense: wait for weights of {unit}" in waits
+        assert f"dense: wait for weights of {unit}, backward" in waits
+    assert waits[-1] == "dense: wait for gradients"
+    assert waits.count("dense: wait for gradients") == 1
+
+
+def test_a_wait_lasts_as_long_as_what_it_waits_for(ranks: list[dict[str, Any]]) -> None:
+    """On the CPU the first unit's gather runs inside the wait for it."""
+    entries = {entry["name"]: entry for entry in reversed(ranks[0]["recorded"])}
+    assert entries["dense: wait for weights of the rest"]["exposed"] >= entries["dense: weights of the rest"]["seconds"]
+
+
 def test_blocks_are_entries_of_lists_under_the_root() -> None:
     class Nested(nn.Module):
         def __init__(self) -> None:
@@ -85,6 +160,9 @@ def test_one_process_is_left_alone() -> None:
 
 def test_what_cannot_be_is_refused(ranks: list[dict[str, Any]]) -> None:
     assert "Choose one of 1, 2, 4" in ranks[0]["refused"]
+    assert "keep = 'layer': no block has such a name; there are layers.0, layers.1." in ranks[0]["refused pattern"]
+    assert "'copy_engine'" in ranks[0]["refused backend"]
+    assert "it needs CUDA, this is cpu" in ranks[0]["refused backend"]
     with pytest.raises(RequestError, match="no process group"):
         FullyShard().apply(Blocks(), context(2))
     with pytest.raises(RequestError, match="replicas = 2"):
@@ -98,6 +176,6 @@ def test_the_declaration_and_its_options() -> None:
     options = load_object(declared.options)
     built = load_object(declared.load)(**options(replicas=1, reshard=False).model_dump())
     assert built.describe()["reshard"] is False
-    for wrong in ({"replicas": 0}, {"replicas": True}, {"shards": 2}):
+    for wrong in ({"replicas": 0}, {"replicas": True}, {"shards": 2}, {"prefetch": -1}, {"payload": "fp8"}, {"comm": "nccl"}, {"reserved_sms": True}):
         with pytest.raises(ValidationError):
             options(**wrong)

@@ -59,7 +59,7 @@ class Span:
     """A collective under way; ``Ledger`` makes it. ``done`` closes it and ``waits`` adds up what computing waited."""
 
     def __init__(self, ledger: "Ledger", facts: tuple[str, str, int, str, int, str], device: torch.device) -> None:
-        self._ledger, self.facts, self._device = ledger, facts, device
+        self._ledger, self.facts, self._device, self.record = ledger, facts, device, ledger.record
         self._begun, self._waits = ledger.mark(device), list[tuple[Mark, Mark]]()
 
     @contextmanager
@@ -79,6 +79,7 @@ class Ledger:
 
     def __init__(self) -> None:
         self._open, self._timed = False, False
+        self.record = 0
         self._spans: list[tuple[tuple[str, str, int, str, int, str], Mark, Mark, list[tuple[Mark, Mark]], Any]] = []
         self.phase: Any = None
         """Set by whoever reads the record: what the process is doing now."""
@@ -94,6 +95,7 @@ class Ledger:
             timed: False keeps names and bytes only. On CUDA a timed record puts two events around every collective.
         """
         self._open, self._timed = True, timed
+        self.record += 1
         self._spans.clear()
 
     def stop(self) -> list[Entry]:
@@ -135,7 +137,7 @@ class Ledger:
 
     def add(self, span: Span, begun: Mark, ended: Mark, waits: Sequence[tuple[Mark, Mark]]) -> None:
         """Close a span; one that was opened in an earlier record is dropped."""
-        if self._open:
+        if self._open and span.record == self.record:
             self._spans.append((span.facts, begun, ended, list(waits), self.phase))
 
     @staticmethod

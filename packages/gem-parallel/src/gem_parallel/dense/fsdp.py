@@ -15,6 +15,7 @@ from gem_core.spec import ParallelContext, RequestError, Topology
 from gem_parallel.comm.backends import Here, set_environment
 from gem_parallel.comm.collectives import Traffic
 from gem_parallel.comm.transport import GatherWeights, ScatterGradients, carrier_of
+from gem_parallel.comm.waits import GradientWaits, WeightWaits
 from gem_parallel.dense.experts import Placement, placement_of
 from gem_parallel.mesh import device_mesh, layout_of
 
@@ -48,7 +49,7 @@ class FullyShard:
         replicas: copies of the weights; the number of ranks is a multiple of it. 1 shards over all ranks.
         reshard: drop a block's weights after its forward and gather them again for backward. Without, they stay: more memory, half the gathers.
         keep: patterns of names of blocks that keep their weights all the same.
-        prefetch: blocks gathered ahead of the one that computes.
+        prefetch: blocks gathered ahead of the one that computes in forward, in the model's order.
         payload: format of the weights between ranks, ``fp32`` or ``bf16``.
         reduce_dtype: format in which gradients are summed between ranks.
         comm: backend that carries the weights (``gem_parallel.comm.backends``).
@@ -100,7 +101,9 @@ class FullyShard:
         carriers = {experts: self._carrier(mesh, context) for experts, mesh in meshes.items()}
         for unit in units:
             self._shard(unit, meshes[unit.experts], carriers[unit.experts], placement)
-        set_prefetch(module, units, self._prefetch)
+        if torch.device(context.device).type == "cuda":  # on the CPU collectives themselves block
+            watch(units, torch.device(context.device))
+        set_prefetch(units, self._prefetch)
         return module
 
     def _check_patterns(self, names: Sequence[str]) -> None:
@@ -168,21 +171,28 @@ def blocks(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
                     yield f"{name}.{index}", block
 
 
-def set_prefetch(module: nn.Module, units: Sequence[Unit], ahead: int) -> None:
-    """Gather the next ``ahead`` units while one computes. A block begins before the experts in it, forward and backward."""
-    if ahead == 0:
-        return
-    order: list[list[Unit]] = []  # a block, then its experts
+def watch(units: Sequence[Unit], device: torch.device) -> None:
+    """Record how long computing waits for each unit's weights, and for gradients at the end."""
+    for unit in units:
+        WeightWaits(unit.name, unit.modules[0], unit.modules[-1], device)
+        if unit.name == ROOT:
+            GradientWaits(unit.modules[0], device)
+
+
+def set_prefetch(units: Sequence[Unit], ahead: int) -> None:
+    """Gather the next ``ahead`` units while one computes; a block begins before the experts in it.
+
+    Forward only. Backward torch gathers one unit ahead, in the reverse of the order in which forward left them, which is this order. An order of our
+    own would be followed again for every output of a block, and gather weights that are no longer needed.
+    """
+    order: list[Unit] = []
     experts: list[Unit] = []
     for unit in units:
         if unit.experts:
             experts.append(unit)
         elif unit.name != ROOT:
-            order.append([unit, *experts])
+            order += [unit, *experts]
             experts = []
-    order.append(experts)  # of ensembles in no block
-    forward = [unit for group in order for unit in group]
-    backward = [unit for group in reversed(order) for unit in group]
-    for turn, setter in ((forward, "set_modules_to_forward_prefetch"), (backward, "set_modules_to_backward_prefetch")):
-        for i, unit in enumerate(turn):
-            getattr(unit.fsdp, setter)([following.fsdp for following in turn[i + 1 : i + 1 + ahead]])
+    order += experts  # of ensembles in no block
+    for i, unit in enumerate(order if ahead else ()):
+        unit.fsdp.set_modules_to_forward_prefetch([following.fsdp for following in order[i + 1 : i + 1 + ahead]])

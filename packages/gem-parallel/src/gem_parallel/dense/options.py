@@ -30,7 +30,7 @@ class FsdpOptions(BaseModel):
     keep: tuple[str, ...] = ()
     """Blocks that keep their weights although ``reshard`` is on, by name; ``*`` and ``?`` as in a shell."""
     prefetch: int = Field(default=1, ge=0, strict=True)
-    """Blocks gathered ahead of the one that computes, in the model's order and, backward, in its reverse; 0 leaves the order to torch."""
+    """Blocks gathered ahead of the one that computes in forward, in the model's order. Backward it is always one, in the reverse order."""
     payload: Wire = "fp32"
     """Format of weights between ranks. ``bf16`` halves their bytes; what computes is float32 rounded to bf16."""
     reduce_dtype: Wire = "fp32"
