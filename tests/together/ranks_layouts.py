@@ -1,0 +1,179 @@
+"""Run by test_layout_matrix.py: eight ranks, forked once, train in every layout of the five axes; what each of them saw is written down.
+
+Each layout takes the first half of a run, and the second half of the run that the layout before it began, from that one's checkpoint. So every
+layout trains all steps, and loads what another has saved.
+
+usage: ranks_layouts.py FOLDER
+"""
+
+import os
+import pickle
+import sys
+import traceback
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import astuple
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._dynamo  # which optimisers import: once here, not on every rank
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+import gem_core.train.compose
+import gem_core.train.report
+from gem_core.config.load import load_config
+from gem_core.train.compose import Run, compose
+from gem_core.train.loop import train_epochs
+from gem_parallel.comm.ledger import LEDGER, Entry
+from gem_parallel.mesh import Layout
+
+WORLD, HALF, STEPS = 8, 5, 10
+BATCH, LAST = 61, 3
+EXPERTS = ", ".join(['{kind="deep", hidden=[3]}', '{kind="linear"}'] * 4)
+SETTINGS = (
+    f"data.options={{rows={BATCH * (STEPS - 1) + LAST}, test_rows=64, items=40, categories=4}}",
+    f"data.batch_size={BATCH}",
+    f"model.options.experts=[{EXPERTS}]",
+    "model.options.dim=16",
+    "model.options.sequence.dim=16",
+    "model.options.features.embedding_dim=8",
+    'optim.schedule="constant"',
+    "optim.warmup_steps=0",
+    "optim.clip_norm=0.2",
+    "optim.eps=1e-6",
+    "embedding.lr=0.05",
+    "train.ema_decay=0.9",
+    "train.log_every=1",
+    "train.uneven=pad",
+    "run.device=cpu",
+)
+"""Odd shares, a last step that leaves five ranks without rows, and a bound on the norm that every step meets.
+
+Some gradients are zero but for rounding (the bias of keys under a softmax); the large ``eps`` keeps AdamW from making steps of them.
+"""
+
+
+def layouts() -> list[Layout]:
+    """All products of eight: ten grids of the dense part times four of the tables."""
+    powers = (1, 2, 4, 8)
+    grids = [(r, 8 // r // e, e) for r in powers for e in powers if 8 % (r * e) == 0]
+    return [Layout(replicate=r, shard=s, expert=e, sparse_shard=8 // m, sparse_replicate=m) for r, s, e in grids for m in powers]
+
+
+def chosen() -> list[Layout]:
+    """Every grid of the dense part, with the grids of the tables in turn; all layouts where ``GEM_ALL_LAYOUTS`` is set."""
+    every = layouts()
+    return every if os.environ.get("GEM_ALL_LAYOUTS") else [every[4 * i + i % 4] for i in range(len(every) // 4)]
+
+
+def words(layout: Layout) -> list[str]:
+    """The settings of a layout; one process where it has one rank."""
+    if layout.world == 1:
+        return []
+    return [
+        'parallel.strategies=["fsdp", "experts"]',
+        f"parallel.options.fsdp={{replicas={layout.replicate}}}",
+        f"parallel.options.experts={{degree={layout.expert}}}",
+        "embedding.engine=sharded_2d",
+        f"embedding.options={{replicas={layout.sparse_replicate}, prefetch=false}}",
+    ]
+
+
+def half(folder: Path, layout: Layout, *, resume: bool) -> Run:
+    """Train the first steps of a new run, or the rest of a run that is there."""
+    settings = [*SETTINGS, *words(layout), f"run.out={folder}", f"train.max_steps={STEPS if resume else HALF}"]
+    run = compose(load_config("synthetic", settings), resume=folder if resume else None)
+    LEDGER.start(timed=False)
+    train_epochs(run)
+    run.close()
+    return run
+
+
+def sent(entries: Sequence[Entry]) -> dict[str, int]:
+    """Bytes by what they were sent for; those of weights and gradients without the names of the blocks."""
+    out: Counter[str] = Counter()
+    for entry in entries:
+        what = f"dense: {entry.kind}" if entry.name.startswith("dense: ") else entry.name
+        out[what] += entry.sent
+    return dict(out)
+
+
+def kept_bytes(run: Run) -> dict[str, int]:
+    """Bytes of this rank's memory for the dense part and the tables, each storage once."""
+    optimizer = run.learner.optimizer
+    parameters = list(run.model.parameters())
+    dense: dict[str, list[Tensor]] = {
+        "weights": [p.detach() for p in parameters],
+        "gradients": [p.grad for p in parameters if p.grad is not None],
+        "optimizer": [value for state in optimizer.state.values() for value in state.values() if value.dim()],
+        "average": [] if run.average is None else list(run.average.state_dict().values()),
+        "tables": [piece.tensor for piece in run.embeddings.table_slices()],
+    }
+    return {name: _bytes(tensors) for name, tensors in dense.items()}
+
+
+def _bytes(tensors: list[Tensor]) -> int:
+    local = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in local}
+    return sum(storages.values())
+
+
+def facts(run: Run) -> dict[str, Any]:
+    """What the formulas need of the model: shapes by name, the same on every rank, and of the tables."""
+    ensemble: Any = run.model.get_submodule("layers.0.ensemble")
+    return {
+        "shapes": {name: tuple(p.shape) for name, p in run.model.named_parameters()},
+        "units": run.strategies[-1][2].describe()["blocks"],
+        "tables": [(table.rows, table.dim) for table in run.tables],
+        "tokens": (ensemble.experts[0].tokens_in, ensemble.experts[0].tokens_out),
+        "dim": ensemble.dim,
+    }
+
+
+def work(folder: Path, rank: int) -> None:
+    saved: dict[str, Any] = {"kept": {}, "sent": {}, "facts": None}
+    chain = chosen()
+    for index, layout in enumerate(chain):
+        first = half(folder / f"run{index}", layout, resume=False)
+        saved["sent"][astuple(layout)] = sent(LEDGER.stop())
+        saved["kept"][astuple(layout)] = kept_bytes(first)
+        saved["facts"] = facts(first)
+        if index:
+            half(folder / f"run{index - 1}", layout, resume=True)
+    half(folder / f"run{len(chain) - 1}", chain[0], resume=True)
+    with (folder / f"rank{rank}.pickle").open("wb") as file:
+        pickle.dump(saved, file)
+
+
+def ranks(folder: Path) -> Iterator[int]:
+    """Fork the ranks; this process has no threads yet, and has imported what they need. Yields their process ids."""
+    for rank in range(WORLD):
+        child = os.fork()
+        if child:
+            yield child
+            continue
+        try:
+            os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(WORLD), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(WORLD)}
+            dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=WORLD, timeout=timedelta(seconds=120))
+            work(folder, rank)
+            dist.barrier()
+        except BaseException:
+            (folder / f"error{rank}.txt").write_text(traceback.format_exc())
+            os._exit(1)
+        os._exit(0)
+
+
+def main(folder: Path) -> None:
+    torch.set_num_threads(1)
+    gem_core.train.compose.close_world = lambda world, run: None  # the group serves all runs
+    children = list(ranks(folder))
+    codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    sys.exit(max(abs(code) for code in codes))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
