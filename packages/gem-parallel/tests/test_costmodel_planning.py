@@ -99,6 +99,11 @@ def test_figures_agree_with_each_other() -> None:
     assert layout.binding == "compute"
     (slow,) = plan_step(replace(asked, topology=machine(8, 4, 1 << 10, oversubscription=1e4))).layouts
     assert slow.binding.startswith(("weights", "tables"))
+    (given,) = plan_step(replace(asked, assume={**(asked.assume or {}), "row_cv": 0.0})).layouts
+    assert given.seconds < layout.seconds
+    told = plan_step(asked).assumptions
+    assert "row_cv = 0.5: measured on the rows of a small training batch" in told
+    assert "matmul = 1: given" in told
 
 
 @pytest.mark.parametrize("world", [8, 4096, 8192])

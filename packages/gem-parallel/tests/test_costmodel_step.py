@@ -270,7 +270,7 @@ def test_wrong_assumptions_are_refused(given_: dict[str, float], said: str) -> N
 
 
 def test_every_assumption_is_told_with_its_source() -> None:
-    told = Assumed.of({"matmul": 0.4}).told()
+    told = Assumed.of({"matmul": 0.4}).told({"matmul"})
     assert told[0] == "matmul = 0.4: given"
     assert [line.split(" = ")[0] for line in told] == list(SOURCES)
     assert all(SOURCES[line.split(" = ")[0]] in line for line in told[1:])

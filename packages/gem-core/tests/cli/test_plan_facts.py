@@ -56,8 +56,8 @@ def test_facts_add_up(recipe: str) -> None:
     source = host().build("data_sources", config.data.source, config.data.options)
     model: Any = host().build("models", config.model.name, config.model.options, source.schema())
     facts = model_facts(loaded, source, model.tables(source.schema(), model.options))
-    batch = few_rows(loaded, source)
-    assert 0 < batch.rows <= 64
+    batch = few_rows(source, 1)
+    assert batch.rows == plan_facts.MEASURED_ROWS
     assert sum(block.flops for block in facts.blocks) * batch.rows == pytest.approx(model.flops(batch))
     assert sum(block.parameters for block in facts.blocks) == sum(p.numel() for p in model.parameters())
     assert [block.name for block in facts.blocks] == ["rest", *blocks_of(model)]
@@ -79,7 +79,7 @@ def test_counting_leaves_the_model_as_it_was() -> None:
     loaded = load_config("toy")
     source = host().build("data_sources", loaded.config.data.source, loaded.config.data.options)
     model: Any = host().build("models", "gem", loaded.config.model.options, source.schema())
-    batch = few_rows(loaded, source)
+    batch = few_rows(source, 1)
     first, again = (flops_of(model, blocks_of(model), batch) for _ in range(2))
     assert first == again
     assert all("flops" not in vars(block) for block in blocks_of(model).values())
@@ -97,6 +97,10 @@ def _facts_of(sets: list[str]) -> Any:
     source = host().build("data_sources", loaded.config.data.source, loaded.config.data.options)
     model: Any = host().load("models", "gem")
     return model_facts(loaded, source, model.tables(source.schema(), host().options("models", "gem", loaded.config.model.options)))
+
+
+def test_a_batch_larger_than_the_data_is_measured_on_few_rows() -> None:
+    assert _facts_of(["data.batch_size=1000000"]) == _facts_of([])
 
 
 def test_a_model_too_large_to_be_built_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,7 +131,7 @@ def test_variation_of_rows(lengths: list[int], want: float) -> None:
 def test_vectors_have_an_engines_shapes() -> None:
     loaded = load_config("toy")
     source = host().build("data_sources", loaded.config.data.source, loaded.config.data.options)
-    batch = few_rows(loaded, source)
+    batch = few_rows(source, 1)
     keys = batch.ids.keys[:2]
     tables = [
         TableSpec(name="a", rows=9, dim=4, features=keys[:1], init_scale=1.0),

@@ -16,7 +16,7 @@ from gem_core.model.experts import Ensemble
 from gem_core.ops.slot import bind_kernels
 from gem_core.plugins.manager import host
 from gem_core.select.policy import policy_scope
-from gem_core.spec import BlockFacts, ModelFacts, RequestError, Shard, Source, TableSpec
+from gem_core.spec import BlockFacts, ModelFacts, RequestError, Source, TableSpec
 
 MOST_PARAMETERS = 1_000_000_000
 """Of a dense part that is built here for its forward pass: 4 GB."""
@@ -26,7 +26,7 @@ WIDTHS = {"fp32": 4, "fp64": 8, "bf16": 2, "fp16": 2}
 
 
 def model_facts(loaded: LoadedConfig, source: Source, tables: Sequence[TableSpec]) -> ModelFacts:
-    """Facts of the configured model on rows of its first training batch.
+    """Facts of the configured model on some of its training rows.
 
     Saved activations are what the CPU's kernels leave for backward, in the width of the compute dtype: a fused kernel of a GPU leaves less.
 
@@ -42,7 +42,7 @@ def model_facts(loaded: LoadedConfig, source: Source, tables: Sequence[TableSpec
         so = f"it has {numbers:,} parameters, and its activations are measured by a forward pass of at most {MOST_PARAMETERS:,}"
         raise RequestError("a step of this model", so, "Plan a narrower or shallower model.")
     model = _built(loaded, source)
-    batch = few_rows(loaded, source)
+    batch = few_rows(source, config.run.seed)
     blocks = blocks_of(model)
     flops = flops_of(model, blocks, batch)
     with policy_scope(replace(loaded.kernel_policy(), on_reference="allow")):
@@ -56,12 +56,9 @@ def _built(loaded: LoadedConfig, source: Source) -> Any:
     return host().build("models", loaded.config.model.name, loaded.config.model.options, source.schema())
 
 
-def few_rows(loaded: LoadedConfig, source: Source) -> Batch:
-    """Some rows of the first training batch."""
-    config = loaded.config
-    shares = max(1, config.data.batch_size // MEASURED_ROWS)
-    shard = Shard(rank=shares // 2, world=shares)
-    found: Batch = next(iter(source.batches("train", batch_size=config.data.batch_size, shard=shard, seed=config.run.seed)))
+def few_rows(source: Source, seed: int) -> Batch:
+    """Some rows of the training split: a small first batch."""
+    found: Batch = next(iter(source.batches("train", batch_size=MEASURED_ROWS, seed=seed)))
     return found
 
 

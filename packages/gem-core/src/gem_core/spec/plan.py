@@ -144,7 +144,7 @@ class LayoutPlan:
         local_mfu: model FLOPs over compute time and peak.
         scaling: compute time over step time.
         samples_per_second: of all ranks.
-        binding: the part of the step that takes longest beside compute, or ``compute``.
+        binding: ``compute`` where it is half of the step or more, else the longest of the other parts.
         fits: whether the memory suffices; None where that of a device is unknown.
         settings: ``--set`` values that ask for this layout.
         why: reasons in words.

@@ -1,6 +1,6 @@
 """Figures that no description of a machine holds. Each has a name, by which ``gem plan --assume NAME=VALUE`` replaces it, and a source."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
 
 from gem_core.spec import RequestError
@@ -52,15 +52,9 @@ class Assumed:
                 raise RequestError(f"--assume {name}={value:g}", f"it lies outside {least:g} ... {most:g}", "Give a value between them.")
         return cls(**(given or {}))
 
-    def told(self) -> tuple[str, ...]:
-        """One line for each figure: value and source, or that it was given."""
-        default = Assumed()
-        lines = []
-        for field in fields(self):
-            value = getattr(self, field.name)
-            source = SOURCES[field.name] if value == getattr(default, field.name) else "given"
-            lines.append(f"{field.name} = {value:g}: {source}")
-        return tuple(lines)
+    def told(self, given: Collection[str]) -> tuple[str, ...]:
+        """One line for each figure: value and source, or that it was ``given``."""
+        return tuple(f"{name} = {getattr(self, name):g}: {'given' if name in given else source}" for name, source in SOURCES.items())
 
 
 SOURCES = {
@@ -69,7 +63,7 @@ SOURCES = {
     "links": "NCCL's cost model for NVLink, 360 of 450 GB/s on Hopper; taken for the network too",
     "launch": "base latency of a ring in NCCL's cost model",
     "message": "assumed: a network hop of 14 us shared by about 32 messages on their way",
-    "row_cv": "measured on the first training batch",
+    "row_cv": "measured on the rows of a small training batch",
     "balance": "no balancing; 0.37 was simulated for interleaved sub-batches",
     "pipelined": "the ids of the next batch travel behind this step's compute, as the trainer does it",
     "reserve": "assumed",

@@ -10,7 +10,7 @@ WHY = {
     "dense_expert": "rows go there and back in every layer, and nothing hides them",
     "dense_shard": "weights are gathered twice a step, behind the compute of the block before",
     "dense_replicate": "gradients are summed once a step, the least of all traffic",
-    "sparse_replicate": "whole shards are gathered in every step, so it has the quickest links",
+    "sparse_replicate": "a shard is gathered whole in every step, beside the optimiser",
     "sparse_shard": "vectors and gradients of single rows go to any rank of the group",
 }
 SHOWN = 4

@@ -24,6 +24,8 @@ def plan_step(request: StepRequest) -> StepPlan:
         MachineError: the tables do not fit in the configured layout, or in any.
     """
     assumed = Assumed.of(request.assume)
+    if assumed.row_cv < 0:
+        assumed = replace(assumed, row_cv=request.model.row_cv)
     if request.best:
         return _search(request, assumed)
     dense = configured(request.topology, request.strategies, request.model, request.table_replicas)
@@ -70,7 +72,7 @@ def _answer(request: StepRequest, assumed: Assumed, plans: list[LayoutPlan], ref
         considered=considered,
         refused=refused,
         drawing=drawing(request.topology, best),
-        assumptions=assumed.told(),
+        assumptions=assumed.told(request.assume or {}),
     )
 
 
@@ -103,7 +105,7 @@ def evaluate(request: StepRequest, assumed: Assumed, dense: Dense, tables: Embed
     fits = None if topology.memory is None else sum(memory.values()) <= (1 - assumed.reserve) * topology.memory
     flops = (FORWARD + BACKWARD) * rows * sum(block.flops for block in request.model.blocks)
     beside = {name: seconds for name, seconds in done.parts.items() if name not in COMPUTE}
-    longest = max(beside, key=lambda name: beside[name], default="compute")
+    binding = "compute" if 2 * done.compute >= done.seconds else max(beside, key=lambda name: beside[name])
     return LayoutPlan(
         axes=asdict(layout),
         seconds=done.seconds,
@@ -114,7 +116,7 @@ def evaluate(request: StepRequest, assumed: Assumed, dense: Dense, tables: Embed
         local_mfu=flops / done.compute / topology.peak_flops[request.model.dtype] if done.compute else 0.0,
         scaling=done.compute / done.seconds if done.seconds else 1.0,
         samples_per_second=rows * layout.world / done.seconds if done.seconds else 0.0,
-        binding=longest if beside and beside[longest] > done.compute else "compute",
+        binding=binding,
         fits=fits,
         settings=settings_of(dense),
     )
