@@ -4,6 +4,7 @@ import itertools
 import multiprocessing
 import os
 import traceback
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -173,12 +174,13 @@ def save_spoiled(folder: Path, rank: int, world: int, device: str) -> None:
     saver.close()
 
 
-WORK = {"save": save_all, "load": load_all, "save_dense": save_dense, "load_dense": load_dense, "save_spoiled": save_spoiled}
+Work = Callable[[Path, int, int, str], None]
+"""What a rank does: folder, rank, number of ranks, device."""
 _port = itertools.count(1)
 
 
-def run(work: str, world: int, folder: Path, device: str = "cpu") -> None:
-    """Do one of ``WORK`` on so many ranks, which a fork server starts; with ``cuda`` each has a GPU of its own.
+def run(work: Work, world: int, folder: Path, device: str = "cpu") -> None:
+    """Do this on so many ranks, which a fork server starts; with ``cuda`` each has a GPU of its own.
 
     Raises:
         AssertionError: a rank failed or hung; what it wrote is shown.
@@ -198,7 +200,7 @@ def run(work: str, world: int, folder: Path, device: str = "cpu") -> None:
     assert codes == [0] * world, "\n".join(path.read_text()[-3000:] for path in errors if path.exists())
 
 
-def _rank(work: str, rank: int, world: int, folder: Path, store: Path, error: Path, device: str) -> None:
+def _rank(work: Work, rank: int, world: int, folder: Path, store: Path, error: Path, device: str) -> None:
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world)}
     torch.set_num_threads(1)
     try:
@@ -207,7 +209,7 @@ def _rank(work: str, rank: int, world: int, folder: Path, store: Path, error: Pa
         if world > 1:
             backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
             dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=60))
-        WORK[work](folder, rank, world, device)
+        work(folder, rank, world, device)
         if world > 1:
             dist.barrier()
     except BaseException:

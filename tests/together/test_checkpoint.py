@@ -18,13 +18,13 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint of the same tables from every layout on every number of ranks."""
     folder = tmp_path_factory.mktemp("checkpoints")
     for world in WORLDS:
-        run("save", world, folder)
+        run(ranks_checkpoint.save_all, world, folder)
     return folder
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_case_E01_E02_every_layout_loads_every_other_to_the_bit(saved: Path, world: int) -> None:
-    run("load", world, saved)
+    run(ranks_checkpoint.load_all, world, saved)
     loaded = [(saved / f"loaded{rank}.txt").read_text().splitlines() for rank in range(world)]
     for lines in loaded:
         here = [line for line in lines if line.endswith(f" on {world}")]
@@ -47,13 +47,13 @@ def test_planted_fault_a_wrong_row_is_seen(saved: Path, monkeypatch: pytest.Monk
 
 def test_case_E02_dense_weights_and_optimiser_move_between_shardings(tmp_path: Path) -> None:
     for world in WORLDS:
-        run("save_dense", world, tmp_path)
+        run(ranks_checkpoint.save_dense, world, tmp_path)
     for world in WORLDS:
-        run("load_dense", world, tmp_path)
+        run(ranks_checkpoint.load_dense, world, tmp_path)
 
 
 def test_all_ranks_learn_that_one_has_a_nan(tmp_path: Path) -> None:
-    run("save_spoiled", 2, tmp_path)
+    run(ranks_checkpoint.save_spoiled, 2, tmp_path)
     told = [(tmp_path / f"told{rank}.txt").read_text() for rank in range(2)]
     assert told[0] == told[1]
     assert "the checkpoint of step 2: tables/city/weight holds a value that is not finite" in told[0]

@@ -8,6 +8,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))  # ranks are started by the name of their function
 
+import ranks_checkpoint
 from ranks_checkpoint import LAYOUTS, layouts_of, run
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -18,15 +19,15 @@ GPUS = [world for world in (1, 2) if world <= torch.cuda.device_count()]
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint of the same tables from every layout on each number of GPUs, and from two ranks on the CPU."""
     folder = tmp_path_factory.mktemp("checkpoints")
-    run("save", 2, folder)
+    run(ranks_checkpoint.save_all, 2, folder)
     for world in GPUS:
-        run("save", world, folder, "cuda")
+        run(ranks_checkpoint.save_all, world, folder, "cuda")
     return folder
 
 
 @pytest.mark.parametrize(("world", "device"), [*((world, "cuda") for world in GPUS), (1, "cpu")])
 def test_case_E01_E02_every_layout_loads_every_other_to_the_bit(saved: Path, world: int, device: str) -> None:
-    run("load", world, saved, device)
+    run(ranks_checkpoint.load_all, world, saved, device)
     written = {rule: len(list((saved / rule).iterdir())) for rule in LAYOUTS}
     assert written["rowwise_adagrad"] == 6 + 9 * len(GPUS)
     for rank in range(world):

@@ -11,7 +11,9 @@ import torch
 from rank_batches import KEYS, TABLES, pack, share, torch_engine, train
 from torch import Tensor
 
+from gem_core.batch import Jagged, KeyedJagged
 from gem_core.spec import RequestError, SparseOptimizer, TableSpec
+from gem_parallel.sparse.engine import TorchRecEmbeddings
 from gem_parallel.sparse.sharded2d import Sharded2DEmbeddings
 
 SCRIPT = Path(__file__).with_name("ranks_sharded2d.py")
@@ -158,6 +160,23 @@ def test_replicas_that_do_not_divide_the_ranks_are_refused(ranks: dict[int, list
 def test_an_id_without_a_row_is_named_on_every_rank(ranks: dict[int, list[dict[str, Any]]]) -> None:
     for number, rank in enumerate(ranks[4]):
         assert f"id {11 + number} is not a row of table 'tags', which has 11" in rank["bad id"]
+
+
+@pytest.mark.parametrize("engine", [Sharded2DEmbeddings, TorchRecEmbeddings])
+def test_case_B15_each_feature_keeps_its_count_and_ids_beyond_the_table_are_refused_first(engine: Any) -> None:
+    """Two features of one table, looked up as distinct rows: 5 and 3 ids, of which 3 are distinct; then raw ids on the first."""
+    tables = (TableSpec(name="item", rows=10, dim=4, features=("long", "short"), init_scale=0.5),)
+    made = engine(tables, SparseOptimizer(name="sgd", lr=0.1), device="cpu", seed=1)
+    columns = {"short": [7, 7, 2], "long": [7, 9, 9, 2, 7]}
+
+    def packed(columns: dict[str, list[int]]) -> KeyedJagged:
+        jagged = {key: Jagged(torch.tensor(ids), torch.tensor([0, len(ids)]), len(ids)) for key, ids in columns.items()}
+        return KeyedJagged.from_columns(jagged, 1)
+
+    out, weight = made(packed(columns)), made.export_tables()["item"]["weight"]
+    assert all(torch.equal(out[key], weight[ids]) for key, ids in columns.items())
+    with pytest.raises(RequestError, match="ids of feature 'long': id 12345678901 is not a row of table 'item', which has 10"):
+        made(packed({**columns, "long": [7, 12345678901, 9]}))
 
 
 def test_empty_batches_and_empty_bags() -> None:
