@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from gem_core.spec import EmbeddingEngine, ParallelStrategy, hookimpl
+from gem_core.spec import CliCommand, EmbeddingEngine, ParallelStrategy, hookimpl
 
 
 @hookimpl
@@ -54,3 +54,8 @@ def gem_parallel_strategies() -> Sequence[ParallelStrategy]:
             on_meta=True,
         ),
     ]
+
+
+@hookimpl
+def gem_cli_commands() -> Sequence[CliCommand]:
+    return [CliCommand(name="bench", load="gem_parallel.comm.cli:app", summary="Measure collectives, and what they cost the work beside them.")]
