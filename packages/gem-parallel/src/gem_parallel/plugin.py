@@ -53,6 +53,13 @@ def gem_parallel_strategies() -> Sequence[ParallelStrategy]:
             plan="gem_parallel.costmodel.planning:plan_step",
             on_meta=True,
         ),
+        ParallelStrategy(
+            name="activations",
+            stage="memory",
+            summary="blocks keep what backward needs, compute it again, hold it in host memory or in eight bits",
+            load="gem_parallel.memory.activations:Activations",
+            options="gem_parallel.memory.options:ActivationOptions",
+        ),
     ]
 
 

@@ -32,7 +32,17 @@ from gem_core.spec.events import CheckpointInfo, RunInfo, StepInfo
 from gem_core.spec.kernels import DEVICES, DTYPES, KernelImpl, KernelRequest, OpSpec, load_object
 from gem_core.spec.markers import ENTRY_POINT_GROUP, PROJECT, hookimpl, hookspec
 from gem_core.spec.models import Model, ModelSpec
-from gem_core.spec.parallel import STAGES, ParallelContext, ParallelStrategy, Strategy, Tier, Topology
+from gem_core.spec.parallel import (
+    STAGES,
+    BlockMemory,
+    MemoryReport,
+    ParallelContext,
+    ParallelStrategy,
+    ReportsMemory,
+    Strategy,
+    Tier,
+    Topology,
+)
 from gem_core.spec.plan import BatchFacts, BlockFacts, EmbeddingPlan, LayoutPlan, ModelFacts, StepPlan, StepRequest, TablePlan
 from gem_core.spec.precision import Precision, PrecisionDecision, PrecisionRecipe
 
@@ -45,6 +55,7 @@ __all__ = [
     "STAGES",
     "BatchFacts",
     "BlockFacts",
+    "BlockMemory",
     "CheckpointInfo",
     "CliCommand",
     "CountsUnknownIds",
@@ -61,6 +72,7 @@ __all__ = [
     "KernelUnavailable",
     "LayoutPlan",
     "MachineError",
+    "MemoryReport",
     "Model",
     "ModelFacts",
     "ModelSpec",
@@ -72,6 +84,7 @@ __all__ = [
     "PrecisionDecision",
     "PrecisionRecipe",
     "PrefetchesIds",
+    "ReportsMemory",
     "RequestError",
     "ResumableSource",
     "RunFailed",

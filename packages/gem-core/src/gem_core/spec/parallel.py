@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 STAGES = ("sparse", "experts", "dense", "memory")
 """The order in which strategies are applied while a run is composed."""
@@ -99,4 +99,60 @@ class Strategy(Protocol):
 
     def describe(self) -> Mapping[str, Any]:
         """Plain values for the manifest."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BlockMemory:
+    """What one block of the dense part does with its activations, in bytes of a rank and seconds of a step.
+
+    Args:
+        name: of the block.
+        saved: what it would hold for backward if nothing were done.
+        seconds: of its forward.
+        policy: what it does.
+        held: what it holds by the plan.
+        extra: seconds that the policy adds to a step.
+        measured: what was alive after a forward pass; None where that was not looked at.
+    """
+
+    name: str
+    saved: int
+    seconds: float
+    policy: str
+    held: int
+    extra: float
+    measured: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryReport:
+    """Planned and measured activations of one batch.
+
+    Args:
+        budget: bytes that the blocks may hold, or None.
+        blocks: in the order of the forward pass.
+        rest: bytes alive after a forward pass that belong to no block.
+        peak: most bytes of activations at once, by the plan.
+        measured_peak: most bytes allocated beside what is there before a step; None on the CPU.
+    """
+
+    budget: int | None
+    blocks: tuple[BlockMemory, ...]
+    rest: int
+    peak: int
+    measured_peak: int | None
+
+
+@runtime_checkable
+class ReportsMemory(Protocol):
+    """A strategy that ``gem memory`` can ask."""
+
+    def memory_report(self, module: Any, forward: Any) -> MemoryReport:
+        """Plan and measure.
+
+        Args:
+            module: what ``apply`` returned.
+            forward: callable without arguments: one forward pass from batch to loss. It is called several times.
+        """
         ...

@@ -1,0 +1,43 @@
+"""Run by test_memory_ranks.py, once for each rank: ``activations`` under ``fsdp``, ``ddp`` and ``experts``; saves losses and weights by policy.
+
+usage: ranks_memory.py FOLDER RANK WORLD
+"""
+
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from ranks_experts import spread, train
+
+from gem_core.spec import ParallelContext, Topology
+from gem_parallel.memory.activations import Activations
+
+LAYOUTS = ((1, "fsdp", 1), (2, "fsdp", 2), (2, "ddp", 1))
+"""``(degree of experts, dense strategy, replicas)``."""
+RUNS: dict[str, dict[str, Any]] = {
+    "keep": {"policies": [{"pattern": "*", "policy": "keep"}]},
+    "mixed": {"policies": [{"pattern": "layers.0", "policy": "offload"}, {"pattern": "layers.1", "policy": "recompute"}]},
+    "planned": {"budget": 1.0, "policies": [{"pattern": "layers.0", "policy": "recompute"}]},
+}
+
+
+def main(folder: Path, rank: int, world: int) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world, timeout=timedelta(seconds=100))
+    context = ParallelContext(rank=rank, world=world, device="cpu", topology=Topology(world=world, device="cpu"))
+    saved: dict[str, Any] = {"runs": {}, "plans": {}}
+    for layout in LAYOUTS:
+        for name, options in RUNS.items():
+            model, called, _ = spread("sum", *layout, context)
+            strategy = Activations(**options)
+            saved["runs"][layout, name] = train(model, strategy.apply(called, context), rank, world)
+            saved["plans"][layout, name] = dict(strategy.describe())
+    torch.save(saved, folder / f"rank{rank}.pt")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
