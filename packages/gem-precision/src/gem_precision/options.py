@@ -41,8 +41,6 @@ class LowPrecisionOptions(BaseModel):
     """Round output gradients stochastically, which keeps their mean."""
     hadamard: bool = False
     """Spread outliers by a random Hadamard transform of both operands of each product."""
-    native: bool = False
-    """Linear layers on FP8 tensor cores instead of emulated: ``fp8_block`` on Hopper. Whatever has no such kernel stays in bfloat16."""
     cpu: Literal["fp32", "bf16"] = "fp32"
     """What the rest of a run on a CPU computes in."""
 

@@ -11,7 +11,6 @@ from torch import nn
 
 from gem_core.spec import PrecisionDecision, RequestError
 from gem_precision.linear import LinearRule, lower, rule_of
-from gem_precision.native import lower_natively, unfit
 from gem_precision.plugin import emulated
 from gem_precision.policy import island_around
 from gem_precision.presets import PRESETS
@@ -21,12 +20,11 @@ from gem_precision.sites import Site, sites
 
 @dataclass(frozen=True, slots=True)
 class Lowering:
-    """What becomes of a site: the preset that its kernel emulates, the rule of a linear layer, why, and whether its products run in the format."""
+    """What becomes of a site: the preset that its kernel emulates, the rule of a linear layer, and why."""
 
     preset: str
     rule: LinearRule
     reason: str
-    native: bool = False
 
 
 class LowSites:
@@ -63,7 +61,6 @@ class LowSites:
         for pattern in self._high:
             if not any(fnmatchcase(name, pattern) for name in names):
                 raise RequestError(f"precision.options.high: {pattern!r}", "no module has such a name", "`gem train` prints each module's format.")
-        self._device_type = device_type
         islands = self._rest.islands(model)
         decided = {d.module: d for d in self._rest.prepare(model, device_type)}
         for site in sites(model):
@@ -106,10 +103,6 @@ class LowPrecision(LowSites):
         weight_grad: ``low`` or ``high`` weight gradients of linear layers; None for the preset's.
         stochastic: round output gradients of linear layers stochastically.
         hadamard: turn the operands of linear layers by a random Hadamard transform first.
-        native: linear layers on FP8 tensor cores (``fp8_block`` on Hopper); whatever has no such kernel stays high.
-
-    Raises:
-        RequestError: ``native`` with another preset, or with an option that only the emulation has.
     """
 
     def __init__(
@@ -123,13 +116,9 @@ class LowPrecision(LowSites):
         weight_grad: Literal["low", "high"] | None = None,
         stochastic: bool = False,
         hadamard: bool = False,
-        native: bool = False,
         cpu: Literal["fp32", "bf16"] = "fp32",
     ) -> None:
         chosen = PRESETS[preset]
-        if native and (preset != "fp8_block" or stochastic or hadamard or weight_grad == "high"):
-            so = "only fp8_block has kernels, without stochastic, hadamard and weight_grad = 'high'"
-            raise RequestError(f"precision.options.native of {preset!r}", so, "Leave native out: the emulation has the same numbers.")
         super().__init__(
             preset,
             high=high,
@@ -141,21 +130,12 @@ class LowPrecision(LowSites):
         rule = chosen.rule()
         low = rule.weight_grad if weight_grad is None else weight_grad == "low"
         self._rule = replace(rule, weight_grad=low, stochastic=stochastic, hadamard=1 if hadamard else None)
-        self._native = native
 
-    def choose(self, site: Site) -> Lowering | str:
-        if not self._native:
-            return Lowering(self._name, self._rule, self._name)
-        if not isinstance(site.module, nn.Linear):
-            return f"{self._name} has no native kernel for this"
-        reasons = unfit(site.module, self._device_type)
-        return f"no native kernel fits: {'; '.join(reasons)}" if reasons else Lowering(self._name, self._rule, self._name, native=True)
+    def choose(self, site: Site) -> Lowering:
+        return Lowering(self._name, self._rule, self._name)
 
 
 def _lowered(site: Site, how: Lowering) -> PrecisionDecision:
-    if isinstance(site.module, nn.Linear) and how.native:
-        lower_natively(site.module)
-        return PrecisionDecision(module=site.name, format=how.rule.label, reason=f"{how.reason} on FP8 tensor cores; weights are kept in float32")
     if isinstance(site.module, nn.Linear):
         lower(site.module, how.rule)
         return PrecisionDecision(module=site.name, format=how.rule.label, reason=f"{how.reason}, emulated; weights are kept in float32")

@@ -1,1 +1,0 @@
-"""Kernels that make low-precision formats fast: casts in Triton; the products are the library's."""
