@@ -10,7 +10,7 @@ import torch
 from gem_parallel.comm.backends import NAMES
 from gem_parallel.comm.occupancy import SmCount
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 SCRIPT = Path(__file__).with_name("ranks_comm_cuda.py")
 
 
