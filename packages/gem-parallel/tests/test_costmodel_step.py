@@ -192,7 +192,7 @@ def test_a_slow_rank_holds_up_its_group_alone() -> None:
     """Four ranks in two replicas: the first is slow, so the second waits for it and the other replica does not."""
     clocks = Clocks(layout_of(4, replicate=2))
     clocks.compute("work", np.array([3.0, 1.0, 1.0, 1.0]))
-    clocks.wait(clocks.start("gather", "dense", (1,), 0.5))
+    clocks.wait(clocks.start("gather", "dense", (1,), 0.5, tier=0))
     assert clocks.now.tolist() == [3.5, 3.5, 1.5, 1.5]
     assert clocks.parts == {"work": 1.5, WAITING: 0.5, "gather": 0.5}
     assert clocks.meet() == 3.5
@@ -201,14 +201,24 @@ def test_a_slow_rank_holds_up_its_group_alone() -> None:
 
 def test_collectives_of_a_link_run_in_order_and_others_beside_them() -> None:
     clocks = Clocks(layout_of(2))
-    first, second = clocks.start("a", "dense", (1,), 2.0), clocks.start("b", "sparse", (0,), 1.0)
-    beside = clocks.start("c", "dense", (1,), 0.5, queued=False)
-    assert [run.done.tolist() for run in (first, second, beside)] == [[2.0, 2.0], [3.0, 3.0], [0.5, 0.5]]
+    first = clocks.start("a", "dense", (1,), 2.0, tier=1)
+    second = clocks.start("b", "sparse", (0,), 1.0, tier=1)
+    beside = clocks.start("c", "dense", (1,), 0.5, tier=0)
+    later = clocks.start("d", "dense", (1,), 0.25, tier=0, after=first)
+    assert [run.done.tolist() for run in (first, second, beside, later)] == [[2.0, 2.0], [3.0, 3.0], [0.5, 0.5], [2.25, 2.25]]
     clocks.compute("work", 2.5)
-    clocks.wait_all([first, second, beside])
+    clocks.wait_all([first, second, beside, later])
     assert clocks.now.tolist() == [3.0, 3.0]
     assert clocks.parts["b"] == 0.5
-    assert clocks.parts["a"] == clocks.parts["c"] == 0.0
+    assert clocks.parts["a"] == clocks.parts["c"] == clocks.parts["d"] == 0.0
+
+
+def test_replicas_are_summed_after_the_scatter_and_beside_the_next_gather() -> None:
+    """Two hosts of two ranks that hold a copy each: gathers stay inside a host, sums of replicas cross it."""
+    facts = model(3, flops=1.0, saved=1.0)
+    inside, across = step_of(4, facts, tables=False, sizes=(2, 4), replicate=2), step_of(4, facts, tables=False, sizes=(4,), replicate=2)
+    assert inside.parts["weights: gather"] < across.parts["weights: gather"]
+    assert inside.seconds > inside.carried["gradients: replicas"]
 
 
 # ---- memory and what is refused -----------------------------------------------------------------------------------------------------

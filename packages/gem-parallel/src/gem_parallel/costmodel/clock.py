@@ -24,7 +24,7 @@ class Running:
 
 
 class Clocks:
-    """One clock a rank. A rank has a stream that computes and a link, which carries one collective at a time, in order.
+    """One clock a rank. A rank has a stream that computes and a link into each tier, which carries one collective at a time, in order.
 
     A collective begins when the slowest rank of its group is ready. What a rank waits for one is split: until the group began it waited for slower
     ranks, from then on for the network.
@@ -36,7 +36,7 @@ class Clocks:
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
         self.now: Times = np.zeros(layout.world)
-        self._link: Times = np.zeros(layout.world)
+        self._links: dict[int, Times] = defaultdict(lambda: np.zeros(layout.world))
         self.parts: dict[str, float] = defaultdict(float)
         """Mean seconds over ranks by what they went to; their sum is the mean of the clocks."""
         self.carried: dict[str, float] = defaultdict(float)
@@ -47,14 +47,17 @@ class Clocks:
         self.now = self.now + seconds
         self.parts[name] += float(np.mean(seconds))
 
-    def start(self, name: str, part: Part, axes: tuple[int, ...], seconds: float, *, queued: bool = True) -> Running:
-        """Issue a collective along dimensions of a mesh; the ranks go on computing. One that is not ``queued`` has links of its own."""
-        ready = np.maximum(self.now, self._link) if queued else self.now
+    def start(self, name: str, part: Part, axes: tuple[int, ...], seconds: float, *, tier: int, after: Running | None = None) -> Running:
+        """Issue a collective along dimensions of a mesh; the ranks go on computing.
+
+        Args:
+            tier: the outermost tier that it crosses, whose link it takes.
+            after: one that must be done before.
+        """
+        ready = np.maximum(self.now if after is None else np.maximum(self.now, after.done), self._links[tier])
         grid = ready.reshape(self._layout.sizes(part))
         began = np.broadcast_to(grid.max(axis=axes, keepdims=True), grid.shape).reshape(-1)
-        done = began + seconds
-        if queued:
-            self._link = done
+        self._links[tier] = done = began + seconds
         self.carried[name] += seconds
         return Running(name, ready, began, done)
 

@@ -120,7 +120,7 @@ class Step:
             else:
                 times = 2 if move.kind == "all_reduce" else 1
                 seconds = times * self._links.all_gather(group, move.sent / times / max(1, group.size - 1))
-            started.append(clocks.start(move.name, "sparse", move.axes, seconds))
+            started.append(clocks.start(move.name, "sparse", move.axes, seconds, tier=group.outermost()))
         return started
 
     def _look_up(self, clocks: Clocks) -> list[Running]:
@@ -164,11 +164,12 @@ class Step:
         self._join(clocks, "experts: give back", outside)
 
     def _join(self, clocks: Clocks, name: str, numbers: int) -> None:
-        """Gather or give back rows in an expert group; its links are those of the host, so nothing queues before it."""
+        """Gather or give back rows in an expert group."""
         if self._experts.size > 1:
             part = self._batch.rows * numbers * self._dense.acts
             self._count(name, gathered_bytes(self._experts, part))
-            clocks.wait(clocks.start(name, "dense", (2,), self._links.all_gather(self._experts, part), queued=False))
+            seconds = self._links.all_gather(self._experts, part)
+            clocks.wait(clocks.start(name, "dense", (2,), seconds, tier=self._experts.outermost()))
 
     def _count(self, name: str, sent: float) -> None:
         self._sent[name] = self._sent.get(name, 0.0) + sent
@@ -183,7 +184,7 @@ class Step:
             ordinary, experts = ordinary + experts, 0.0
         self._count(name, gathered_bytes(self._whole, ordinary) + gathered_bytes(self._shards, experts))
         seconds = self._links.all_gather(self._whole, ordinary) + (self._links.all_gather(self._shards, experts) if experts else 0.0)
-        return clocks.start(name, "dense", (1, 2), seconds)
+        return clocks.start(name, "dense", (1, 2), seconds, tier=self._whole.outermost())
 
     def _forward(self, clocks: Clocks) -> None:
         blocks = self._model.blocks
@@ -210,30 +211,31 @@ class Step:
         return reducing
 
     def _reduce(self, clocks: Clocks, block: BlockFacts) -> list[Running]:
-        out = []
         scattering = self._weights(clocks, "gradients: scatter", block, self._dense.reduced)
-        if scattering is not None:
-            out.append(scattering)
+        out = [] if scattering is None else [scattering]
         if self._replicas.size > 1 or (not self._dense.sharded and self._dense.layout.expert > 1):
-            out.append(self._average(clocks, block))
+            out.append(self._average(clocks, block, scattering))
         return out
 
-    def _average(self, clocks: Clocks, block: BlockFacts) -> Running:
+    def _average(self, clocks: Clocks, block: BlockFacts, scattering: Running | None) -> Running:
         """Sum a rank's gradients over the replicas. Without shards every rank is a replica of the ordinary weights, whatever its experts."""
         name, width = "gradients: replicas", self._dense.reduced
         if self._dense.sharded:
             size = self._dense.kept(block) * width
-            return self._all_reduce(clocks, name, (0,), [(self._replicas, size)])
+            return self._all_reduce(clocks, name, (0,), [(self._replicas, size)], scattering)
         ordinary, experts = block.parameters - block.expert_parameters, block.expert_parameters / self._dense.layout.expert
         everyone = self._group("dense", (0, 1, 2))
         if self._dense.layout.expert == 1:
             return self._all_reduce(clocks, name, (0, 1, 2), [(everyone, (ordinary + experts) * width)])
         return self._all_reduce(clocks, name, (0, 1, 2), [(everyone, ordinary * width), (self._replicas, experts * width)])
 
-    def _all_reduce(self, clocks: Clocks, name: str, axes: tuple[int, ...], parts: Sequence[tuple[Group, float]]) -> Running:
+    def _all_reduce(
+        self, clocks: Clocks, name: str, axes: tuple[int, ...], parts: Sequence[tuple[Group, float]], after: Running | None = None
+    ) -> Running:
         for group, size in parts:
             self._count(name, 2 * (group.size - 1) / group.size * size)
-        return clocks.start(name, "dense", axes, sum(self._links.all_reduce(group, size) for group, size in parts if size))
+        seconds = sum(self._links.all_reduce(group, size) for group, size in parts if size)
+        return clocks.start(name, "dense", axes, seconds, tier=parts[0][0].outermost(), after=after)
 
     def _update(self, clocks: Clocks) -> None:
         clocks.wait_all(self._exchange(clocks, "update"))
