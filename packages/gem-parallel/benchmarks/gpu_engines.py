@@ -4,7 +4,8 @@ usage: torchrun --nproc-per-node N packages/gem-parallel/benchmarks/gpu_engines.
 
 All sides of a case look up the same ids of equal tables, run backward with the same gradients and update by fused row-wise AdaGrad. Before they are
 timed their vectors are compared, after a step too. They take turns, over several batches in rotation. A figure is the median over steps of
-the wall time between two synchronised points, the slowest rank's; host time counts, as it does in training.
+the wall time between two synchronised points, the slowest rank's; host time counts, as it does in training. ``--out`` adds lines to a file such as
+results/h200.csv.
 """
 
 import argparse
@@ -235,7 +236,7 @@ def main() -> None:
             over = f"{100 * (ms / figures['torchrec itself'] - 1):+.1f} %"
             facts = {"date": date.today().isoformat(), "gpu": torch.cuda.get_device_name() if device.type == "cuda" else "", "world": world}
             releases = {name: release(name) for name in ("torch", "torchrec", "fbgemm-gpu")}
-            lines.append({**facts, **releases, "case": name, "side": side, "ms": f"{ms:.3f}", "over torchrec": over})
+            lines.append({**facts, **releases, "case": name, "side": side, "ms": f"{ms:.3f}", "over torchrec": over, "note": ""})
             if rank == 0:
                 print(f"{world} x {name}: {side} {ms:.3f} ms, {over}", flush=True)
         del sides
