@@ -17,6 +17,7 @@ from gem_core.spec import KernelUnavailable
 from gem_kernels.ops import host
 from gem_kernels.ops.direct import differentiable, direct
 from gem_kernels.ops.limits import MAX_NORM_WIDTH
+from gem_kernels.ops.norm_linear import hopper_launch
 
 FUSED_WIDTH = 512
 """Widest normed rows of the fused kernels: ``after`` holds them in registers."""
@@ -64,7 +65,7 @@ def norm_linear(
     outer = x.shape[:-1]
     flat = None if residual is None else residual.reshape(-1, residual.shape[-1])
     settings = (norm == "layer", where == "before", float(eps), return_sum)
-    out, total = _op(x.reshape(-1, x.shape[-1]), weight, bias, gamma, beta, flat, *settings)
+    out, total, _ = _op(x.reshape(-1, x.shape[-1]), weight, bias, gamma, beta, flat, *settings)
     out = out.view(*outer, out.shape[-1])
     return (out, total.view(*outer, total.shape[-1])) if return_sum else out
 
@@ -160,18 +161,33 @@ def _launch_fused(kernel: Any, cut: Tile, x: Tensor, weight: Tensor, layer: bool
     return out
 
 
-def _fused_before(x: Tensor, weight: Tensor, bias: Maybe, gamma: Maybe, beta: Maybe, layer: bool, eps: float) -> Tensor:
+def _on_hopper(x: Tensor, weight: Tensor, residual: Maybe, keep: bool) -> bool:
+    """Whether a call that fits goes to the Hopper kernels."""
+    return residual is None and not keep and x.element_size() == 2 and hopper_launch.here(x) and hopper_launch.cut(*weight.shape) is not None
+
+
+def _keeps_factors(x: Tensor, weight: Tensor, residual: Maybe, layer: bool, keep: bool) -> bool:
+    """Whether the factors of the rows are kept, from which the Hopper kernel makes the gradients."""
+    return not layer and _on_hopper(x, weight, residual, keep) and hopper_launch.cut_grad(*weight.shape) is not None
+
+
+def _fused_before(x: Tensor, weight: Tensor, bias: Maybe, gamma: Maybe, beta: Maybe, layer: bool, eps: float, factors: Maybe) -> Tensor:
     shift = None if beta is None else weight.float() @ beta.float()
     if shift is not None and bias is not None:
         shift = shift + bias
     scaled = weight if gamma is None else weight * gamma
     sums = scaled.float().sum(1) if layer else None
+    if _on_hopper(x, scaled, None, False):
+        bias = bias if shift is None else shift
+        return hopper_launch.forward(x, scaled, before=True, layer=layer, eps=eps, bias=bias, sums=sums, factors=factors)
     cut = INTERPRETER if host.interpreted() else before_tile(weight.shape[0], host.roomy(x))
     arguments = {"bias": bias if shift is None else shift, "values": x, "sums": sums, "x_stride": x.stride(0)}
     return _launch_fused(_kernels().before_kernel, cut, x, scaled, layer, eps, **arguments)
 
 
-def _fused_after(x: Tensor, weight: Tensor, bias: Maybe, gamma: Maybe, beta: Maybe, layer: bool, eps: float) -> Tensor:
+def _fused_after(x: Tensor, weight: Tensor, bias: Maybe, gamma: Maybe, beta: Maybe, layer: bool, eps: float, factors: Maybe) -> Tensor:
+    if _on_hopper(x, weight, None, False):
+        return hopper_launch.forward(x, weight, before=False, layer=layer, eps=eps, bias=bias, gamma=gamma, beta=beta, factors=factors)
     cut = after_tile(weight.shape[0], host.roomy(x))
     if host.interpreted():
         cut = INTERPRETER._replace(block=cut.block)
@@ -190,21 +206,24 @@ def _forward(
     before: bool,
     eps: float,
     keep: bool,
-) -> tuple[Tensor, Tensor]:
-    """The result, and what was normed (empty unless ``keep``)."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The result, what was normed (empty unless ``keep``), and the rows' factors (empty unless the Hopper kernels take them for the gradients)."""
     host.check_call("norm_linear", x, (weight, bias, gamma, beta, residual))
     normed = weight.shape[1] if before else weight.shape[0]
     if normed > MAX_NORM_WIDTH:
         raise KernelUnavailable("norm_linear with backend 'triton'", f"rows of {normed} are above {MAX_NORM_WIDTH}", "Use backend='reference'.")
     x, weight, residual = _readable(x, weight, residual)
+    fits = residual is None and not keep and _fits(x, weight, before)
+    kept = x.shape[0] if _keeps_factors(x, weight, residual, layer, keep) else 0
+    factors = (x.new_empty if fits else x.new_zeros)(kept, dtype=torch.float32)
     with host.no_autocast(x):
-        if residual is None and not keep and _fits(x, weight, before):
+        if fits:
             fused = _fused_before if before else _fused_after
-            return fused(x, weight, bias, gamma, beta, layer, eps), x.new_empty(0)
+            return fused(x, weight, bias, gamma, beta, layer, eps, factors if kept else None), x.new_empty(0), factors
         if before:
             normed_rows, total = norm_rows(x, residual, gamma, beta, layer=layer, eps=eps, keep=keep)
-            return F.linear(normed_rows, weight, bias), total
-        return norm_rows(F.linear(x, weight, bias), residual, gamma, beta, layer=layer, eps=eps, keep=keep)
+            return F.linear(normed_rows, weight, bias), total, factors
+        return *norm_rows(F.linear(x, weight, bias), residual, gamma, beta, layer=layer, eps=eps, keep=keep), factors
 
 
 def _readable(x: Tensor, weight: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -222,6 +241,8 @@ def _grad(
     gamma: Tensor | None,
     beta: Tensor | None,
     residual: Tensor | None,
+    out: Tensor | None,
+    factors: Tensor | None,
     layer: bool,
     before: bool,
     eps: float,
@@ -230,6 +251,9 @@ def _grad(
     x, weight, residual = _readable(x, weight, residual)
     options: dict[str, Any] = {"layer": layer, "eps": eps, "shifted": beta is not None}
     with host.no_autocast(x):
+        if out is not None and factors is not None and _fits(x, weight, before):
+            dx, dweight, dbias, dgamma = hopper_launch.backward(dout, x, weight, bias, gamma, out, factors, before=before, eps=eps)
+            return dx, dweight, _filled(x, dbias), _filled(x, dgamma), x.new_empty(0), x.new_empty(0)
         if before:
             rows, _ = norm_rows(x, residual, gamma, beta, layer=layer, eps=eps)
             dx, dgamma, dbeta = norm_rows_grad(dout @ weight, x, residual, gamma, dtotal, **options)
@@ -240,30 +264,38 @@ def _grad(
         dbias = None if bias is None else of_bias.sum(0)
     if residual is None:
         dz = None
-    filled = [x.new_empty(0) if grad is None else grad for grad in (dbias, dgamma, dbeta, dz)]
-    return dx, dweight, filled[0], filled[1], filled[2], filled[3]
+    return dx, dweight, _filled(x, dbias), _filled(x, dgamma), _filled(x, dbeta), _filled(x, dz)
+
+
+def _filled(like: Tensor, grad: Tensor | None) -> Tensor:
+    """Custom ops return tensors: an empty one for a gradient that is not there."""
+    return like.new_empty(0) if grad is None else grad
 
 
 @_forward.register_fake
 def _(x: Tensor, weight: Tensor, bias: Any, gamma: Any, beta: Any, residual: Any, layer: bool, before: bool, eps: float, keep: bool) -> Any:
     out = x.new_empty((x.shape[0], weight.shape[0]))
-    return out, x.new_empty((x.shape if before else out.shape) if keep else (0,))
+    factors = x.new_empty(x.shape[0] if _keeps_factors(x, weight, residual, layer, keep) else 0, dtype=torch.float32)
+    return out, x.new_empty((x.shape if before else out.shape) if keep else (0,)), factors
 
 
 @_grad.register_fake
 def _(dout: Tensor, dtotal: Tensor | None, *inputs: Any) -> Any:
-    *kept, residual, _layer, before, _eps = inputs
+    *kept, residual, _out, _factors, _layer, before, _eps = inputs
     return tuple(inputs[0].new_empty(0 if t is None else t.shape) for t in (*kept, None if before else residual))
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    ctx.save_for_backward(*inputs[:6])
+    out, _, factors = output
+    ctx.mark_non_differentiable(factors)
+    kept = (out, factors) if factors.shape[0] else (None, None)
+    ctx.save_for_backward(*inputs[:6], *kept)
     ctx.settings, ctx.keep = inputs[6:9], inputs[9]
 
 
-def _backward(ctx: Any, dout: Tensor, dtotal: Tensor) -> tuple[Tensor | None, ...]:
-    given, before = ctx.saved_tensors, ctx.settings[1]
-    dx, *others, dz = direct(_grad, dout, dtotal if ctx.keep else None, *given, *ctx.settings)
+def _backward(ctx: Any, dout: Tensor, dtotal: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    (*given, out, factors), before = ctx.saved_tensors, ctx.settings[1]
+    dx, *others, dz = direct(_grad, dout, dtotal if ctx.keep else None, *given, out, factors, *ctx.settings)
     grads = (dx, *others, dx if before else dz)
     return (*(None if t is None else grad for t, grad in zip(given, grads, strict=True)), None, None, None, None)
 
