@@ -37,3 +37,12 @@ def test_all_ranks_plan_the_same(ranks: list[dict[str, Any]], layout: Any) -> No
     assert plans[0]["policies"] == {"layers.0": "recompute", "layers.1": "keep"}
     assert [block["name"] for block in plans[0]["plan"]] == ["layers.0", "layers.1"]
     assert all(block["saved"] > 0 and block["seconds"] > 0 for block in plans[0]["plan"])
+
+
+def test_the_wait_for_gradients_under_ddp_is_told_from_backward(ranks: list[dict[str, Any]]) -> None:
+    """The slow rank finds the others waiting."""
+    for number, rank in enumerate(ranks):
+        for seconds in rank["waits"]:
+            assert seconds > 0
+            assert number == 0 or seconds > 0.1
+    assert min(ranks[0]["waits"]) < 0.1

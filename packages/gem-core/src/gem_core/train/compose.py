@@ -307,6 +307,15 @@ def _manifest(run: Run) -> None:
     run.world.barrier()
 
 
+def describe_again(run: Run) -> None:
+    """Bring the manifest up to date with strategies that decide on the first batch."""
+    told = {name: dict(strategy.describe()) for name, _, strategy in run.strategies}
+    if told != run.manifest["parallel"]:
+        run.manifest["parallel"] = told
+        if run.world.leads:
+            folder.write_json(run.folder / folder.MANIFEST, run.manifest)
+
+
 def _run_started(run: Run) -> None:
     world, config = run.world, run.config
     run.log = run.enter(RunLog(run.folder if world.leads else None, total=run.total_steps, step=run.progress.step))

@@ -13,7 +13,7 @@ from gem_core.spec import GemError, ResumableSource, Shard, StepInfo
 from gem_core.train.checkpoint import restore, values
 from gem_core.train.checkpoint.pieces import dense_pieces, table_pieces
 from gem_core.train.checkpoint.saver import Content
-from gem_core.train.compose import Run
+from gem_core.train.compose import Run, describe_again
 from gem_core.train.efficiency import TRAIN_OVER_FORWARD
 from gem_core.train.evaluate import Evaluation, evaluate
 from gem_core.train.feed import Feed, Work
@@ -127,6 +127,7 @@ def _log_step(run: Run, work: Work, loss: float, seconds: float, *, factor: floa
     parts = world.all_gather(torch.tensor([window.loss, loss], dtype=torch.float64)).sum(0).tolist()
     stream = run.learner.stream.read(world, close_window=True)
     steps = run.ledger.close_window()
+    describe_again(run)
     values: dict[str, Any] = {
         "loss": parts[0] / window.steps,
         "lr": run.learner.dense_lr * factor,

@@ -4,13 +4,17 @@ from collections.abc import Mapping
 from inspect import signature
 from typing import Any
 
+import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves
 
 from gem_core.spec import ParallelContext, RequestError
 from gem_parallel.comm.backends import set_environment
+from gem_parallel.comm.ledger import LEDGER
+from gem_parallel.comm.waits import Gap
 from gem_parallel.dense.experts import placement_of
 from gem_parallel.mesh import device_mesh, layout_of
 
@@ -30,6 +34,8 @@ class DataParallel:
     - Experts that strategy ``experts`` has shared out are left to ``fully_shard`` with as many replicas as ranks hold them and one shard, which
       averages their gradients over those ranks.
     """
+
+    recorder = LEDGER
 
     def __init__(self) -> None:
         self._world = 1
@@ -52,6 +58,7 @@ class DataParallel:
         for buffer in module.buffers():  # DDP leaves them alone where it does not broadcast them in forward
             dist.broadcast(buffer, 0, group=group)
         words = {"process_group": group, "find_unused_parameters": True, "gradient_as_bucket_view": True, _FORWARD_SYNC: False}
+        watch_gradients(module, torch.device(context.device))
         return DistributedDataParallel(module, **words)
 
     def _replicate_experts(self, module: nn.Module, context: ParallelContext) -> None:
@@ -68,3 +75,33 @@ class DataParallel:
 
     def describe(self) -> Mapping[str, Any]:
         return {"strategy": "ddp", "world": self._world}
+
+
+def watch_gradients(module: nn.Module, device: torch.device) -> None:
+    """Record how long the end of backward waits for the gradients' all-reduce.
+
+    DDP waits in a callback of autograd that it queues during backward. Callbacks run in the order in which they are queued, so one queued when
+    backward begins runs before DDP's, and one that it queues in turn runs after.
+    """
+    gap, begun = Gap("dense: wait for gradients", device), [False]
+    engine = torch.autograd.Variable._execution_engine
+
+    def end() -> None:
+        gap.end()
+        begun[0] = False
+
+    def begin() -> None:
+        gap.begin()
+        engine.queue_callback(end)
+
+    def backward_begins(_: Tensor) -> None:
+        if not begun[0]:
+            begun[0] = True
+            engine.queue_callback(begin)
+
+    def watch(_module: nn.Module, _inputs: Any, output: Any) -> None:
+        for tensor in tree_leaves(output):
+            if isinstance(tensor, Tensor) and tensor.requires_grad:
+                tensor.register_hook(backward_begins)  # type: ignore[no-untyped-call]
+
+    module.register_forward_hook(watch)

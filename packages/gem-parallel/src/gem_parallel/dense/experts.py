@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from gem_core.spec import ParallelContext, RequestError
 from gem_parallel.comm.collectives import Collectives, Traffic
+from gem_parallel.comm.ledger import LEDGER
 from gem_parallel.dense.exchange import Exchange, Rows
 from gem_parallel.mesh import Layout, check_degree, device_mesh, layout_of
 
@@ -58,6 +59,8 @@ class ExpertParallel:
     Args:
         degree: ranks that share out an ensemble; the number of ranks and that of the experts are multiples of it.
     """
+
+    recorder = LEDGER
 
     def __init__(self, *, degree: int) -> None:
         self._degree = degree

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from gem_core.spec import ParallelContext, RequestError, Topology
 from gem_parallel.comm.backends import Here, set_environment
 from gem_parallel.comm.collectives import Traffic
+from gem_parallel.comm.ledger import LEDGER
 from gem_parallel.comm.transport import GatherWeights, ScatterGradients, carrier_of
 from gem_parallel.comm.waits import GradientWaits, WeightWaits
 from gem_parallel.dense.experts import Placement, placement_of
@@ -56,6 +57,8 @@ class FullyShard:
         reserved_sms: SMs that persistent kernels leave free.
         multicast: whether NVLink multicast may be used.
     """
+
+    recorder = LEDGER
 
     def __init__(
         self,

@@ -13,9 +13,9 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 from gem_core.spec import BlockMemory, MemoryReport, ParallelContext, RequestError
 from gem_parallel.dense.fsdp import blocks
 from gem_parallel.memory.knapsack import Option, choose
-from gem_parallel.memory.measuring import Alive, Gauge, Measured, agreed, copy_speeds, storage_of
+from gem_parallel.memory.measuring import Alive, Gauge, Measured, agreed, copy_speeds
 from gem_parallel.memory.options import BlockRule
-from gem_parallel.memory.storing import Scope
+from gem_parallel.memory.storing import Scope, storage_of
 
 BACKWARD_OVER_FORWARD = 2
 """Seconds of a block's backward in those of its forward, for what a copy from host memory can hide behind."""
@@ -65,8 +65,8 @@ class Activations:
                 )
         for name, block in found.items():
             self._policies[name] = self._ruled(name) or "keep"
-            block.forward = partial(self._forward, name, block, block.forward)  # type: ignore[method-assign]
-        inner.forward = partial(self._whole, inner, inner.forward)  # type: ignore[method-assign]
+            block.forward = partial(self._forward, name, block, block.forward)
+        inner.forward = partial(self._whole, inner, inner.forward)
         return module
 
     def _ruled(self, name: str) -> str | None:

@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from gem_parallel.memory.storing import Eighths, Offloaded, Scope, is_activation
+from gem_parallel.memory.storing import Eighths, Offloaded, Scope, is_activation, storage_of
 
 _TRIAL_BYTES = 1 << 24
 
@@ -90,7 +90,7 @@ def agreed(blocks: Sequence[Measured]) -> list[Measured]:
     table = torch.tensor([[b.inputs, b.saved, b.movable, b.narrow, b.seconds] for b in blocks], dtype=torch.float64)
     dist.all_reduce(table, op=dist.ReduceOp.MAX)
     rows = table.tolist()
-    return [Measured(b.name, *(int(n) for n in row[:4]), seconds=row[4]) for b, row in zip(blocks, rows, strict=True)]
+    return [Measured(b.name, int(i), int(s), int(m), int(n), seconds) for b, (i, s, m, n, seconds) in zip(blocks, rows, strict=True)]
 
 
 def copy_speeds(device: torch.device) -> tuple[float, float]:
@@ -107,7 +107,7 @@ def copy_speeds(device: torch.device) -> tuple[float, float]:
     return sample.nbytes / best[0], sample.nbytes / best[1]
 
 
-class Alive(TorchDispatchMode):
+class Alive(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Remembers which block made each storage, to count later what is still alive.
 
     A storage counts for the block that is at work when it is made, and moves to the next block that it enters.
@@ -118,7 +118,7 @@ class Alive(TorchDispatchMode):
     """
 
     def __init__(self, weights: set[StorageWeakRef], kind: str) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._kind = kind
         self._owner: dict[StorageWeakRef, tuple[str, int]] = {}
         self._weights, self._entered = weights, set[StorageWeakRef]()
@@ -153,14 +153,9 @@ class Alive(TorchDispatchMode):
         """Bytes alive now by block."""
         sums: dict[str, int] = {}
         for storage, (block, size) in self._owner.items():
-            if not storage.expired():
+            if not storage.expired():  # type: ignore[no-untyped-call]
                 sums[block] = sums.get(block, 0) + size
         return sums
-
-
-def storage_of(tensor: Tensor) -> StorageWeakRef:
-    """A key for a tensor's storage that stays unique after the storage is freed."""
-    return StorageWeakRef(tensor.untyped_storage())
 
 
 def tensors_in(value: Any) -> list[Tensor]:

@@ -144,7 +144,7 @@ class Scope:
         """For ``saved_tensors_hooks``."""
         if not is_activation(tensor):
             return tensor
-        storage = StorageWeakRef(tensor.untyped_storage())  # held, it keeps its address from being given to another storage
+        storage = storage_of(tensor)
         if self._policy == "offload":
             whole = self._once((storage, tensor._version), lambda: Offloaded(tensor, self))
             return Viewed(tensor, whole)
@@ -177,8 +177,13 @@ _streams: dict[torch.device, torch.cuda.Stream] = {}
 def side_stream(device: torch.device) -> torch.cuda.Stream:
     """The stream that copies to host memory and back, one a device."""
     if device not in _streams:
-        _streams[device] = torch.cuda.Stream(device)
+        _streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     return _streams[device]
+
+
+def storage_of(tensor: Tensor) -> StorageWeakRef:
+    """A key for a tensor's storage; held, it keeps the storage's address from being given to another one."""
+    return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:

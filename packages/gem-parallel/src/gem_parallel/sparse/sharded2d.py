@@ -18,6 +18,7 @@ from gem_core.batch import KeyedJagged
 from gem_core.ops.rows import sum_rows, update_rows
 from gem_core.spec import RequestError, SparseOptimizer, TableSlice, TableSpec, check_import, check_lr, check_tables
 from gem_parallel.comm.collectives import Collectives, Gathering, Traffic
+from gem_parallel.comm.ledger import LEDGER
 from gem_parallel.sparse.banks import Bank, Grid
 from gem_parallel.sparse.lookups import Prefetched, Sink, keep_gradient, spread, summed
 from gem_parallel.sparse.shards import draw, gather, scatter, table_slices
@@ -58,6 +59,7 @@ class Sharded2DEmbeddings(nn.Module):
     """
 
     updates_in_step = True
+    recorder = LEDGER
 
     def __init__(
         self,

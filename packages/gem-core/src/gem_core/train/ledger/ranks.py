@@ -101,7 +101,7 @@ class Together:
     def bound(self) -> dict[str, Any]:
         """The shortest step these ranks could take if all communication hid behind local work: max over ranks of max(local, communication)."""
         local, wait = self._local.mean(1), self._wait.mean(1)
-        exchanged = [sum(e[3] for e in told.exchanges.values()) + told.parts.get(AGREE, 0.0) / self.count for told in self._told]
+        exchanged = [sum(e[3] for e in told.exchanges.values() if e[0]) + told.parts.get(AGREE, 0.0) / self.count for told in self._told]
         sent = np.maximum(0.0, np.array(exchanged) - wait)
         rank = int(np.maximum(local, sent).argmax())
         by = "local work" if local[rank] >= sent[rank] else "communication"
@@ -143,7 +143,7 @@ class Together:
         Returns:
             ``name``, ``ranks`` between which it is slow, ``seconds`` a step that it takes there and ``expected`` seconds.
         """
-        names = [name for name in self._told[0].exchanges if all(name in told.exchanges for told in self._told)]
+        names = [name for name in self._told[0].exchanges if all(told.exchanges.get(name, (0,))[0] for told in self._told)]
         if len(self._told) < 2 or self.count < LEAST or not names:
             return None
         waits, least = np.median(self._wait, axis=1), NOTICED * self.seconds
