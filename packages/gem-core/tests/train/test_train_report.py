@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from gem_core.train.report import facts, figures, grouped_decisions, metric_table, write_report
+from gem_core.train.report import facts, figures, grouped_decisions, metric_table, step_table, write_report
 
 VOID = {"meta", "br", "hr", "img", "input", "link"}
 
@@ -51,7 +51,7 @@ def test_the_page_is_whole_and_needs_no_network(folder: Path) -> None:
     text = (folder / "report.html").read_text()
     page = Page(text)
     assert page.fetched == []
-    assert page.tags.count("svg") == 5
+    assert page.tags.count("svg") == 6
     assert not re.search(r"@import|url\(\s*['\"]?http", text)
     assert not {"script", "link", "img", "iframe"} & set(page.tags)
 
@@ -120,3 +120,23 @@ def test_facts_name_the_peak_and_its_source(folder: Path) -> None:
     shown = dict(facts(summary, manifest))
     assert "measured" in shown["peak of a rank"]
     assert shown["rows trained"] == "192"
+
+
+def test_the_page_says_where_a_step_goes_and_who_was_named(folder: Path) -> None:
+    """The parts of the run's own ledger, and a name where there is one; a summary without a ledger has no table."""
+    summary = json.loads((folder / "summary.json").read_text())
+    assert list(summary["time"]["parts"]) == sorted(summary["time"]["parts"], key=lambda part: -summary["time"]["parts"][part])
+    summary["time"]["named"] = {"rank 3 is slow": 2}
+    (folder / "summary.json").write_text(json.dumps(summary))
+    words = " ".join(Page(write_report(folder).read_text()).words)
+    assert "Where a step goes" in words
+    assert {"forward", "backward", "optimiser", "tables"} <= set(words.split())
+    assert "rank 3 is slow (in 2 windows of the log)" in words
+    del summary["time"]
+    (folder / "summary.json").write_text(json.dumps(summary))
+    assert "part, mean over ranks" not in " ".join(Page(write_report(folder).read_text()).words)
+
+
+def test_shares_of_a_step() -> None:
+    assert step_table({"parts": {"forward": 0.003, "data": 0.001}}) == [("forward", "3.000", "75.0 %"), ("data", "1.000", "25.0 %")]
+    assert step_table(None) == step_table({"parts": {}}) == []

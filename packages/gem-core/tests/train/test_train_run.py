@@ -82,7 +82,7 @@ def assert_same(first: Saved, second: Saved) -> None:
 
 
 def without_times(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    times = ("seconds", "data_seconds", "compute_seconds", "samples_per_second", "mfu")
+    times = ("seconds", "data_seconds", "compute_seconds", "samples_per_second", "mfu", "time")
     return [{key: value for key, value in record.items() if key not in times} for record in records]
 
 

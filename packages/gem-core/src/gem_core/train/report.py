@@ -40,6 +40,8 @@ def write_report(folder: Path) -> Path:
         facts=facts(summary, manifest),
         configuration=[{**row, "value": as_toml(row["value"])} for row in manifest["config"]],
         decisions=grouped_decisions(manifest["precision"]),
+        time=step_table(summary.get("time")),
+        named=(summary.get("time") or {}).get("named", {}),
         ledgers={"data source": summary["ledger"]["source"], "training": summary["ledger"]["train"]},
     )
     path.write_text(html, encoding="utf-8")
@@ -57,6 +59,7 @@ def figures(records: Records, baselines: Mapping[str, Any]) -> list[tuple[str, M
         drawn.append((title, *_metric_curves(evals, baselines, key)))
     drawn.append(("Samples a second", [("samples/s", steps, [r["samples_per_second"] for r in trains])], []))
     drawn.append(("MFU (%)", [("MFU", steps, [100 * r["mfu"] for r in trains])], []))
+    drawn.append(("Where a step goes (ms)", _part_curves([r for r in trains if "time" in r]), []))
     return [(title, _svg(curves, levels, last)) for title, curves, levels in drawn if any(x for _, x, _ in curves)]
 
 
@@ -67,6 +70,13 @@ def metric_table(summary: Mapping[str, Any]) -> list[dict[str, Any]]:
         rows.append({"task": task, "model": "this run", "own": True, **m})
         rows += [{"task": "", "model": name, **tasks[task]} for name, tasks in summary["baselines"].items() if task in tasks]
     return rows
+
+
+def step_table(time: Mapping[str, Any] | None) -> list[tuple[str, str, str]]:
+    """``(part, milliseconds of a mean step, share)``, the largest first; empty for a run without a step ledger."""
+    parts = (time or {}).get("parts", {})
+    whole = sum(parts.values())
+    return [(name, f"{1e3 * seconds:.3f}", f"{100 * seconds / whole:.1f} %") for name, seconds in parts.items()]
 
 
 def facts(summary: Mapping[str, Any], manifest: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -93,6 +103,13 @@ def grouped_decisions(decisions: Iterable[Mapping[str, str]]) -> list[dict[str, 
     for decision in decisions:
         groups.setdefault((decision["format"], decision["reason"]), []).append(decision["module"])
     return [{"format": form, "reason": reason, "modules": modules} for (form, reason), modules in groups.items()]
+
+
+def _part_curves(trains: Records) -> list[Curve]:
+    """Milliseconds of a mean step by part, of the parts that took most in the last window."""
+    names = list(trains[-1]["time"]["parts"])[: len(_COLOURS)] if trains else []
+    steps = [r["step"] for r in trains]
+    return [(name, steps, [1e3 * r["time"]["parts"].get(name, 0.0) for r in trains]) for name in names]
 
 
 def _metric_curves(evals: Records, baselines: Mapping[str, Any], key: str) -> tuple[list[Curve], list[Level]]:
