@@ -1,4 +1,5 @@
-"""Write the table of kernels and their measured speeds into docs/kernels.md, from the plugin's declarations and results/h200.csv.
+"""Write the table of kernels and their measured speeds into docs/kernels.md, from the plugin's declarations and results/h200.csv, and draw the
+speeds into results/h200.svg.
 
     python3 packages/gem-kernels/benchmarks/document.py [--check]
 
@@ -11,12 +12,15 @@ import sys
 from pathlib import Path
 
 from gem_core.spec import KernelImpl
+from gem_kernels.bench.plot import draw
 from gem_kernels.plugin import gem_kernel_impls
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "h200.csv"
+PICTURE = RESULTS.with_suffix(".svg")
 PAGE = HERE.parents[2] / "docs" / "kernels.md"
 BEGIN, END = "<!-- kernels of gem-kernels: written by benchmarks/document.py -->", "<!-- end of kernels -->"
+PICTURED = ("jagged_attention", "gdpa", "hstu_attention", "block_attention")
 Rows = list[dict[str, str]]
 
 
@@ -51,14 +55,14 @@ def measured(rows: Rows) -> list[str]:
     """The table of speeds; of rows of the same thing the last counts."""
     latest = {(r["op"], r["activation"], r["shape"], r["backend"], r["mode"]): r for r in rows}
     lines = [
-        "| op | with | shape | backend | forward ms | TFLOP/s | GB/s | backward ms | TFLOP/s | GB/s |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "| op | with | shape | backend | forward ms | TFLOP/s | GB/s | MiB | backward ms | TFLOP/s | GB/s | MiB |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for op, activation, shape, backend in dict.fromkeys(key[:4] for key in sorted(latest)):
         cells = [f"`{op}`", activation or "", shape, backend]
         for mode in ("fwd", "bwd"):
             row = latest.get((op, activation, shape, backend, mode))
-            cells += ["", "", ""] if row is None else [row["ms"], row["tflops"] if float(row["tflops"]) else "", row["gbps"]]
+            cells += ["", "", "", ""] if row is None else [row["ms"], row["tflops"] if float(row["tflops"]) else "", row["gbps"], row["peak_mib"]]
         lines.append(f"| {' | '.join(cells)} |")
     return lines
 
@@ -72,9 +76,11 @@ def section(impls: list[KernelImpl], rows: Rows) -> str:
     about = (
         f"Measured on {where} ({days}), medians of CUDA events, the L2 cache cleared before each call.\n"
         "1,152 rows, 4 heads of 128, bf16. FLOPs count real tokens; backward attention counts 2.5 forwards, since it recomputes the scores. GB/s\n"
-        "read or write each tensor once. `matmul`, `compiled`, `varlen_attn` and `cudnn` are peers that come with torch; `matmul` is the product\n"
-        "without its norm. `jagged_attention`, `gdpa` and their peers were timed in one run, on the device alone; the others in several runs with\n"
-        "the host's launch included, which weighs on calls of less than half a millisecond; the README of gem-kernels says which commands."
+        "read or write each tensor once. MiB are the most memory beyond the inputs: of the forward pass, and of both passes together. `matmul`,\n"
+        "`compiled`, `compiled_bmm`, `varlen_attn` and `cudnn` are peers that come with torch; `matmul` is the product without its norm,\n"
+        "`compiled_bmm` two batched products with the activation between them. Rows without MiB hold the host's launch too, which weighs on calls\n"
+        "of less than half a millisecond; the others are times of the device alone. `gem kernels bench --op OP --csv FILE` measures an op in one\n"
+        f"run; [a picture of them](../packages/gem-kernels/benchmarks/results/{PICTURE.name})."
     )
     limits = "Head sizes of the portable attention kernels end at 256, those of block attention at 128."
     return "\n".join([BEGIN, "", *declared(impls), "", limits, "", about, "", *measured(rows), "", END])
@@ -100,6 +106,7 @@ def main() -> None:
         sys.exit(f"{PAGE.name} is out of date: run {Path(__file__).name}")
     if not options.check:
         PAGE.write_text(wanted, encoding="utf-8")
+        draw([row for row in rows if row["op"] in PICTURED], PICTURE)
 
 
 if __name__ == "__main__":

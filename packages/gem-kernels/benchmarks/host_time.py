@@ -27,6 +27,7 @@ from gem_kernels.plugin import gem_kernel_impls
 
 FIELDS = ("date", "gpu", "torch", "triton", "op", "backend", "variant", "path", "mode", "us")
 LENGTHS = (64, 30)
+OURS = ("triton", "gluon")
 BATCHES, CALLS = 15, 20
 """Few enough calls at once that the queue of the device never fills."""
 
@@ -55,7 +56,7 @@ def rows(ops: list[str]) -> Iterator[dict[str, Any]]:
     for op in ops:
         for variant in VARIANTS_OF.get(op, ("",)):
             work = build(op, variant, SHAPES[SHAPES_OF[op][0]], list(LENGTHS), torch.bfloat16, "cuda")
-            for backend in dict.fromkeys(impl.backend for impl in gem_kernel_impls() if impl.op == op):
+            for backend in dict.fromkeys(impl.backend for impl in gem_kernel_impls() if impl.op == op and impl.backend in OURS):
                 function = resolve(work, backend)
                 if not isinstance(function, str):
                     about = {**machine(), "op": op, "backend": backend, "variant": variant}

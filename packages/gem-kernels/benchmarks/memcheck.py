@@ -10,7 +10,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from glob import glob
 from shutil import which
 from typing import Any
@@ -98,7 +98,8 @@ def main() -> None:
     sanitizer()
     red = []
     with ThreadPoolExecutor(options.jobs) as pool:
-        for op, code, text in pool.map(lambda op: check(options.tool, op), options.op or list(SHAPES_OF)):
+        for done in as_completed([pool.submit(check, options.tool, op) for op in options.op or SHAPES_OF]):
+            op, code, text = done.result()
             ran = sum(line.startswith("ran ") for line in text.splitlines())
             print(f"{op:24} {'clean' if code == 0 else 'RED'}  {ran} calls", flush=True)
             if code:

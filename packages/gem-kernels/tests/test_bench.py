@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from gem_core.spec import MachineError, RequestError, load_object
-from gem_kernels.bench import cli, measure
-from gem_kernels.bench.backends import backends_of, resolve
-from gem_kernels.bench.shapes import SHAPES, SHAPES_OF, VARIANTS_OF
+from gem_kernels.bench import backends, cli, measure, workloads
+from gem_kernels.bench.backends import backends_of, resolve, takes
+from gem_kernels.bench.plot import draw, panels
+from gem_kernels.bench.shapes import BATCH, SHAPES, SHAPES_OF, VARIANTS_OF
 from gem_kernels.bench.workloads import build
 from gem_kernels.plugin import gem_cli_commands, gem_kernel_impls
 
@@ -20,7 +21,7 @@ CPU = pytest.mark.skipif(torch.cuda.is_available(), reason="a smoke run of the C
 
 
 def run(**options):
-    given = {"op": None, "backend": None, "shape": None, "mode": None, "dtype": "fp32", "csv_file": None, "smoke": True}
+    given = {"op": None, "backend": None, "shape": None, "mode": None, "dtype": "fp32", "csv_file": None, "plot": None, "smoke": True}
     cli.bench(**{**given, **options})
 
 
@@ -71,6 +72,49 @@ def test_no_speed_is_reported_for_a_backend_that_is_wrong(fault, tmp_path, capsy
     assert "no speed: result" in capsys.readouterr().out
     with (tmp_path / "rows.csv").open() as file:
         assert list(csv.DictReader(file)) == []
+
+
+ROW = {"op": "gdpa", "activation": "gelu", "shape": "self-L256", "backend": "triton", "mode": "fwd", "tflops": "300", "gbps": "2"}
+
+
+def test_a_picture_shows_every_backend_and_repeats_to_the_byte(tmp_path):
+    rows = [
+        ROW,
+        {**ROW, "backend": "gluon", "mode": "bwd"},
+        {**ROW, "op": "jagged_pad", "activation": "", "backend": "fbgemm", "tflops": "0.0", "gbps": "3900.5"},
+    ]
+    draw(rows, tmp_path / "a.svg")
+    draw(rows, tmp_path / "b.svg")
+    text = (tmp_path / "a.svg").read_text()
+    assert text == (tmp_path / "b.svg").read_text()
+    for word in ("gdpa gelu, forward", "gluon", "fbgemm", "self-L256", "GB/s", "TFLOP/s"):
+        assert word in text
+    assert panels(rows)["jagged_pad", ""]["fbgemm"]["self-L256", "fwd"] == 3900.5
+    assert panels([ROW, {**ROW, "tflops": "301"}])["gdpa", "gelu"]["triton"]["self-L256", "fwd"] == 301
+
+
+@CPU
+def test_a_smoke_run_draws_its_rows(tmp_path):
+    run(op=["jagged_pad"], backend=["reference"], mode="fwd", plot=tmp_path / "new" / "rows.svg")
+    assert "jagged_pad" in (tmp_path / "new" / "rows.svg").read_text()
+
+
+def test_peers_that_want_full_rows_are_not_given_others():
+    with patch.object(workloads._Draw, "tensor", lambda self, *shape, scale=1.0: torch.empty(shape, device="meta", requires_grad=True)):
+        dense = build("gdpa", "", SHAPES["self-L256"], [20] * BATCH, torch.float32, "cpu")
+        ragged = build("gdpa", "", SHAPES["self-L256"], [20] * (BATCH - 1) + [19], torch.float32, "cpu")
+    for peer in ("cudnn", "compiled_bmm"):
+        assert takes(peer, dense)
+        assert not takes(peer, ragged)
+    assert takes("varlen_attn", ragged)
+
+
+def test_the_compiled_products_are_gdpa():
+    work = build("gdpa", "", SHAPES["self-L256"], [9, 9], torch.float32, "cpu")
+    with patch.object(backends, "_gelu_products", backends._gelu_products._torchdynamo_orig_callable):
+        out = work.call(backends.peers_of(work, "")["compiled_bmm"])
+    expected = work.call(measure.reference_of("gdpa"))
+    torch.testing.assert_close(out.transpose(1, 2).reshape(expected.shape), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_a_right_function_is_found_right():

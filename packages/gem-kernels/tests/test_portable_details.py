@@ -65,7 +65,9 @@ def test_block_configurations_by_what_they_depend_on():
     plain = block_configs.Key("forward", 64, 128, False, False, True)
     assert block_configs.choose(plain) == block_configs.FORWARD
     assert block_configs.choose(replace(plain, roomy=False)) == block_configs.SMALL
-    assert block_configs.choose(replace(plain, direction="backward", roomy=False)) == block_configs.SMALL_BACKWARD
+    assert block_configs.choose(replace(plain, direction="backward")) == block_configs.BACKWARD
+    assert block_configs.choose(replace(plain, direction="backward", changed=True)) == block_configs.CHANGED_BACKWARD
+    assert block_configs.choose(replace(plain, direction="backward", changed=True, roomy=False)) == block_configs.SMALL_BACKWARD
     assert block_configs.choose(replace(plain, tile=128)) == block_configs.choose(replace(plain, wide_dtype=True)) == block_configs.WIDE
 
 

@@ -34,6 +34,7 @@ def peers_of(workload: Workload, variant: str) -> dict[str, Function]:
     """Peers that compute the same or, where it says so, less: ``matmul`` is the product without its norm."""
     makers: dict[str, dict[str, Function]] = {
         "jagged_attention": {"cudnn": _cudnn, "varlen_attn": _varlen},
+        "gdpa": {"compiled_bmm": _compiled_bmm},
         "block_attention": {} if variant else {"varlen_attn": _varlen_blocks},
         "norm_linear": {"matmul": _matmul, "compiled": _compiled_after if variant == "after" else _compiled_before},
     }
@@ -53,6 +54,17 @@ def _cudnn(q: Tensor, *, k: Tensor, v: Tensor, q_offsets: Tensor, k_offsets: Ten
     q, k, v = (t.view(-1, longest, *t.shape[1:]).transpose(1, 2) for t, longest in ((q, max_q), (k, max_k), (v, max_k)))
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
         return torch.nn.functional.scaled_dot_product_attention(q, k, v)
+
+
+def _compiled_bmm(q: Tensor, *, k: Tensor, v: Tensor, max_q: int, max_k: int, activation: str, scale: float, **offsets: Tensor) -> Tensor:
+    """Dense rows only: two batched products with the activation between them, compiled; the scores go through memory."""
+    q, k, v = (t.view(-1, longest, *t.shape[1:]).transpose(1, 2) for t, longest in ((q, max_q), (k, max_k), (v, max_k)))
+    return _gelu_products(q, k, v, scale)
+
+
+@torch.compile
+def _gelu_products(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    return torch.nn.functional.gelu(q @ k.mT * scale) @ v
 
 
 def _varlen_blocks(q: Tensor, *, k: Tensor, v: Tensor, offsets: Tensor, max_length: int) -> Any:
@@ -79,8 +91,8 @@ def _compiled_before(x: Tensor, *, weight: Tensor, where: str) -> Tensor:
 
 
 def takes(peer: str, workload: Workload) -> bool:
-    """Whether a peer takes the call's rows: cuDNN wants all of them full."""
-    if peer != "cudnn":
+    """Whether a peer takes the call's rows: some want all of them full."""
+    if peer not in ("cudnn", "compiled_bmm"):
         return True
     arguments = workload.arguments
     rows = arguments["q_offsets"].shape[0] - 1

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from gem_core.spec import MachineError, RequestError
+from gem_kernels.bench.plot import draw
 from gem_kernels.bench.shapes import ACTIVATION_OF, BATCH, SHAPES, SHAPES_OF, VARIANTS_OF
 
 FIELDS = ("date", "gpu", "torch", "triton", "op", "backend", "activation", "dtype", "shape", "mode", "ms", "tflops", "gbps", "peak_mib")
@@ -25,6 +26,7 @@ def bench(
     mode: Annotated[str | None, typer.Option(help="Only fwd or bwd.")] = None,
     dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32.")] = "bf16",
     csv_file: Annotated[Path | None, typer.Option("--csv", help="Append the rows to this file.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw the rows into this file, .svg or .png.")] = None,
     smoke: Annotated[bool, typer.Option("--smoke", help="Tiny shapes, on a CPU too: shows that all runs, measures nothing.")] = False,
 ) -> None:
     """Time every op, backend, published shape and direction beside installed peers. A backend that is wrong on a small call gets no speed."""
@@ -44,8 +46,11 @@ def bench(
                 for row in _rows(name, variant, place, dtype, backend, modes, smoke):
                     rows.append(row)
                     print(*(f"{row.get(field, '')!s:>{width}}" for field, width in _SHOWN.items()), row.get("note", ""), flush=True)
+    timed = [row for row in rows if "note" not in row]
     if csv_file is not None:
-        _append(csv_file, [row for row in rows if "note" not in row])
+        _append(csv_file, timed)
+    if plot is not None:
+        draw(timed, plot)
 
 
 _SHOWN = {"op": 20, "backend": 12, "activation": 14, "shape": 18, "mode": 4, "ms": 10, "tflops": 8, "gbps": 8, "peak_mib": 10}

@@ -56,12 +56,14 @@ def wrong(function: Callable[..., Any], workload: Workload) -> str | None:
 
 
 def measure(function: Callable[..., Any], workload: Workload, mode: str) -> dict[str, float]:
-    """Median milliseconds, TFLOP/s, GB/s of what has to move (``Workload.moved``), and the most memory in MiB beyond what was held before."""
+    """Median milliseconds, TFLOP/s, GB/s of what has to move (``Workload.moved``), and the most memory in MiB beyond the inputs: of the forward pass,
+    or of both (``bwd``)."""
     call, outputs = _pass(function, workload, mode)
     moved = workload.moved(outputs, mode)
     flops = workload.flops * (workload.backward if mode == "bwd" else 1.0)
-    peak = _peak_mib(call)
     ms = _median_ms(call)
+    del call, outputs
+    peak = _peak_mib(lambda: _pass(function, workload, mode)[0]() if mode == "bwd" else workload.call(function))
     return {"ms": round(ms, 4), "tflops": round(flops / ms / 1e9, 1), "gbps": round(moved / ms / 1e6, 1), "peak_mib": round(peak, 1)}
 
 
@@ -86,7 +88,7 @@ def _pass(function: Callable[..., Any], workload: Workload, mode: str) -> tuple[
     return call, outputs
 
 
-def _peak_mib(call: Callable[[], None]) -> float:
+def _peak_mib(call: Callable[[], Any]) -> float:
     if not torch.cuda.is_available():
         call()
         return 0.0

@@ -9,11 +9,14 @@ from functools import cache
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from gem_core.ops.jagged_attention import reference
 from gem_core.ops.padded import Padding, own_precision
 
+NARROWEST = 16
+"""Smallest head size that FlexAttention multiplies."""
 BLOCK = 128
 """Queries and keys of a block of the mask; FlexAttention's own default."""
 
@@ -46,11 +49,12 @@ def jagged_attention(
         queries = keys if q_offsets is k_offsets and max_q == max_k else Padding(q_offsets, q.shape[0], max_q)
         q_lengths, padded = queries.lengths, queries.pad(q)
     mask = block_mask(q_lengths, keys.lengths, max_q, max_k, causal=causal, window=window)
+    wide_v = F.pad(v, (0, max(NARROWEST - v.shape[-1], 0)))
     out, lse = _compiled()(
-        padded.transpose(1, 2), keys.pad(k).transpose(1, 2), keys.pad(v).transpose(1, 2), block_mask=mask, scale=scale,
+        padded.transpose(1, 2), keys.pad(k).transpose(1, 2), keys.pad(wide_v).transpose(1, 2), block_mask=mask, scale=scale,
         enable_gqa=q.shape[1] != k.shape[1], return_lse=True,
     )  # fmt: skip
-    out, lse = out.transpose(1, 2), lse.detach().transpose(1, 2)
+    out, lse = out.transpose(1, 2)[..., : v.shape[-1]], lse.detach().transpose(1, 2)
     if queries is None:
         out, lse = out.flatten(0, 1), lse.flatten(0, 1)
     else:
@@ -99,13 +103,16 @@ def block_mask(q_lengths: Tensor, k_lengths: Tensor, max_q: int, max_k: int, *, 
         index = (start[..., None] + steps) % steps.shape[0]
         return (stop - start).int()[:, None], index.int()[:, None].contiguous()
 
+    # a tensor: a number that changes from call to call stops torch 2.11's compilation of the gradient
+    reach = None if window is None else k_lengths.new_full((), window)
+
     def sees(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         distance = query + k_lengths[row] - q_lengths[row] - key
         seen = (key < k_lengths[row]) & (query < q_lengths[row])
         if causal:
             seen = seen & (distance >= 0)
-        if window is not None:
-            seen = seen & (distance <= window) & (distance >= -window)
+        if reach is not None:
+            seen = seen & (distance <= reach) & (distance >= -reach)
         return seen
 
     return BlockMask.from_kv_blocks(

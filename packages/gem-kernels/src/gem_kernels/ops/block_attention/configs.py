@@ -40,7 +40,8 @@ class Key:
 
 
 FORWARD = Config(8, 4, 2, None)
-BACKWARD = Config(8, 4, 2, None)
+BACKWARD = Config(32, 4, 3, None)
+CHANGED_BACKWARD = Config(8, 4, 1, None)
 SMALL = Config(8, 4, 1, 168)
 """Where shared memory is short."""
 SMALL_BACKWARD = Config(1, 4, 1, None)
@@ -50,11 +51,12 @@ INTERPRETER = Config(2, 1, 1, None)
 
 
 def choose(key: Key) -> Config:
-    """The configuration of a CUDA launch."""
+    """The configuration of a CUDA launch, measured on an H200 with heads of 128 in bf16."""
     if key.wide_dtype or key.tile > TILE:
         return WIDE
     if key.direction == "backward":
-        return BACKWARD if key.roomy else SMALL_BACKWARD
+        roomy = CHANGED_BACKWARD if key.changed else BACKWARD
+        return roomy if key.roomy else SMALL_BACKWARD
     return FORWARD if key.roomy else SMALL
 
 

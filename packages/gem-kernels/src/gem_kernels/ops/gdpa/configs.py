@@ -1,7 +1,7 @@
 """Tile shapes of the GDPA kernels.
 
 The choice is a table over bucketed facts, not a run-time search: results do not depend on timings, and the number of compiled variants does not grow
-with the shapes that a training run meets. ``space`` lists what a search may try; ``benchmarks/tune_gdpa.py`` runs it.
+with the shapes that a training run meets. ``space`` lists what a search may try; ``gem kernels tune`` runs it.
 """
 
 from collections.abc import Iterator
