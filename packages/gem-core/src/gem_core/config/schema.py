@@ -133,7 +133,7 @@ class TrainSection(Section):
     checkpoint_every: Count = Field(default=0, description="steps between checkpoints; 0 saves at the end only")
     checkpoint_background: bool = Field(default=True, description="write checkpoints beside training, from a copy in host memory")
     log_every: Positive = Field(default=20, description="steps between log lines")
-    steps_csv: bool = Field(default=False, description="write steps.csv: tokens, pairs, rows and compute seconds of every step and rank")
+    steps_csv: bool = Field(default=False, description="write steps.csv: tokens, pairs, rows and computing seconds of every step and rank")
     trace: tuple[Positive, ...] = Field(default=(), description="steps whose timelines are written to trace/, for chrome://tracing")
     uneven: Literal["stop", "pad", "drop"] = Field(default="stop", description="what ranks do when their shares of the last rows differ")
     shuffle: bool = Field(default=True, description="shuffle the training split each epoch")

@@ -28,7 +28,7 @@ class Activations:
     that measures: it keeps nothing, and leaves random state and buffers as they were. All ranks then plan on the largest figures of any of them.
 
     ``keep``, ``recompute`` and ``offload`` give the same bits. ``fp8`` rounds activations that gradients are computed from (relative error 1/16 at
-    most of each, and 2**-19 of the largest in its row); the forward pass is the same.
+    most of each, or 2.2e-6 of the largest in its row); the forward pass is the same.
 
     Args:
         budget: GB that the blocks of a rank may hold for backward; None plans nothing.
