@@ -1,7 +1,7 @@
 """Run by test_layout_matrix.py: eight ranks, forked once, train in every layout of the five axes; what each of them saw is written down.
 
 Each layout takes the first half of a run, and the second half of the run that the layout before it began, from that one's checkpoint. So every
-layout trains all steps, and loads what another has saved.
+layout trains all steps, and loads what another has saved. Layouts of one shard take their second half with ``ddp`` in place of ``fsdp``.
 
 usage: ranks_layouts.py FOLDER
 """
@@ -70,13 +70,12 @@ def chosen() -> list[Layout]:
     return every if os.environ.get("GEM_ALL_LAYOUTS") else [every[4 * i + i % 4] for i in range(len(every) // 4)]
 
 
-def words(layout: Layout) -> list[str]:
-    """The settings of a layout; one process where it has one rank."""
-    if layout.world == 1:
-        return []
+def words(layout: Layout, *, ddp: bool) -> list[str]:
+    """The settings of a layout; with ``ddp`` those of one shard replicate the dense part by DistributedDataParallel."""
+    dense = "ddp" if ddp and layout.shard == 1 else "fsdp"
     return [
-        'parallel.strategies=["fsdp", "experts"]',
-        f"parallel.options.fsdp={{replicas={layout.replicate}}}",
+        f'parallel.strategies=["{dense}", "experts"]',
+        *([f"parallel.options.fsdp={{replicas={layout.replicate}}}"] if dense == "fsdp" else []),
         f"parallel.options.experts={{degree={layout.expert}}}",
         "embedding.engine=sharded_2d",
         f"embedding.options={{replicas={layout.sparse_replicate}, prefetch=false}}",
@@ -85,7 +84,7 @@ def words(layout: Layout) -> list[str]:
 
 def half(folder: Path, layout: Layout, *, resume: bool) -> Run:
     """Train the first steps of a new run, or the rest of a run that is there."""
-    settings = [*SETTINGS, *words(layout), f"run.out={folder}", f"train.max_steps={STEPS if resume else HALF}"]
+    settings = [*SETTINGS, *words(layout, ddp=resume), f"run.out={folder}", f"train.max_steps={STEPS if resume else HALF}"]
     run = compose(load_config("synthetic", settings), resume=folder if resume else None)
     LEDGER.start(timed=False)
     train_epochs(run)

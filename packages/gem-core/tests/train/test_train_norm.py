@@ -1,4 +1,4 @@
-"""The norm of gradients that lie in shards on several meshes, as one of four ranks counts it; no other rank exists."""
+"""Gradients that lie in shards on several meshes: their norm and the update, as one of four ranks sees them; no other rank exists."""
 
 from collections.abc import Iterator
 
@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from gem_core.spec import RunFailed
-from gem_core.train.optim import clip_gradients, global_norm
+from gem_core.train.optim import adamw, clip_gradients, global_norm
 
 WORLD = 4
 
@@ -80,3 +80,20 @@ def test_a_bad_shard_of_another_rank_is_named_here_too(told: list[float], monkey
     module.weight.grad = part([3.0], [0, 1, 2, 3], [Shard(0)])
     with pytest.raises(RunFailed, match=r"not finite in 1 parameters: experts\.3\.weight"):
         clip_gradients(module, 0.0)
+
+
+def test_a_tensor_of_other_ranks_keeps_no_other_from_its_update(told: list[float]) -> None:
+    """torch updates a list of tensors by the mesh of its first; here the first lies elsewhere."""
+    module = nn.Module()
+    module.elsewhere = nn.Parameter(part([], [1, 3], [Shard(0)]))
+    module.here = nn.Parameter(part([3.0], [0, 2], [Shard(0)]))
+    module.plain = nn.Parameter(torch.tensor([3.0]))
+    optimizer = adamw(module, lr=0.5, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.0)
+    module.elsewhere.grad, module.here.grad = part([], [1, 3], [Shard(0)]), part([2.0], [0, 2], [Shard(0)])
+    module.plain.grad = torch.tensor([2.0])
+    optimizer.step()
+    here: DTensor = module.here.detach()  # type: ignore[assignment]
+    assert torch.allclose(here.to_local(), torch.tensor([2.5]))
+    assert torch.equal(module.plain.detach(), here.to_local())
+    assert {int(state["step"]) for state in optimizer.state.values()} == {1}
+    assert len(optimizer.state) == 3, "the first rank saves the count of steps for all"

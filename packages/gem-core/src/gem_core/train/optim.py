@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,13 +14,21 @@ from gem_core.spec import RunFailed
 
 
 def adamw(module: nn.Module, *, lr: float, betas: Sequence[float], eps: float, weight_decay: float) -> torch.optim.AdamW:
-    """AdamW over the trainable parameters; weight decay only for matrices, never for norms and biases (parameters with fewer than two dimensions)."""
-    trainable = [p for p in module.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in trainable if p.dim() >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in trainable if p.dim() < 2], "weight_decay": 0.0},
+    """AdamW over the trainable parameters; weight decay only for matrices, never for norms and biases (parameters with fewer than two dimensions).
+
+    The parameters of each mesh have groups of their own: torch updates a list by the mesh of its first tensor, and would leave all of them alone on a
+    rank outside of that mesh, without a word. Sharded ones are updated as lists on the CPU too, where an operation on each by itself costs more than
+    its arithmetic.
+    """
+    groups: dict[tuple[Any, bool], list[nn.Parameter]] = {}
+    for p in module.parameters():
+        if p.requires_grad:
+            groups.setdefault((p.device_mesh if isinstance(p, DTensor) else None, p.dim() >= 2), []).append(p)
+    settings = [
+        {"params": members, "weight_decay": weight_decay if matrices else 0.0, "foreach": None if mesh is None else True}
+        for (mesh, matrices), members in groups.items()
     ]
-    return torch.optim.AdamW([g for g in groups if g["params"]], lr=lr, betas=(betas[0], betas[1]), eps=eps)
+    return torch.optim.AdamW(settings, lr=lr, betas=(betas[0], betas[1]), eps=eps)
 
 
 def lr_factor(step: int, *, total: int, schedule: str, warmup: int, final: float) -> float:
@@ -116,7 +125,8 @@ class AveragedWeights:
     @torch.no_grad()
     def update(self) -> None:
         """Take the weights in after a step."""
-        torch._foreach_lerp_(list(self._average.values()), [p.detach() for p in self._live.values()], 1.0 - self._decay)
+        average, live = ([_here(t) for t in tensors] for tensors in (self._average.values(), self._live.values()))
+        torch._foreach_lerp_(average, live, 1.0 - self._decay)
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
