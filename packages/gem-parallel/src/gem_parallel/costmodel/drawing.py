@@ -34,7 +34,7 @@ def reasons(topology: Topology, layout: Layout) -> tuple[str, ...]:
     for name, size, group, ranks in axes_of(topology, layout):
         if size > 1:
             tier = topology.tiers[group.outermost()]
-            lines.append(f"{name} {size}: {_some(ranks)}, within a {tier.name} ({tier.share / 1e9:g} GB/s a rank each way): {WHY[name]}")
+            lines.append(f"{name} {size}: {_some(ranks)}, within a {tier.name} ({tier.share / 1e9:.3g} GB/s a rank each way): {WHY[name]}")
     return tuple(lines)
 
 
