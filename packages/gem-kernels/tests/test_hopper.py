@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import types
 from unittest.mock import patch
 
 import pytest
@@ -10,7 +11,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from gem_kernels.common.hopper import launch
+from gem_core.ops.activations import ACTIVATIONS
+from gem_kernels.common.hopper import gates, launch
 
 COMPILE = """
 import os, sys
@@ -104,3 +106,34 @@ def test_case_C05_more_items_than_the_kernels_count_are_refused():
     call = AttentionCall(op="gdpa", q=x, k=x, v=x, q_offsets=offsets, k_offsets=offsets, max_q=3, max_k=3, scale=1.0, window=None, activation="silu")
     with patch.object(launch, "MAX_ITEMS", 1), pytest.raises(RequestError, match="Split the batch"):
         launch.forward(call, torch.empty_like(x), None)
+
+
+class Plain:
+    """The helpers of ``gates`` as ordinary Python over float64 tensors, with an exact tanh."""
+
+    def __init__(self):
+        self.names = {"fast_tanh": torch.tanh, "is_gate": gates.is_gate.fn}
+        self.names |= {name: getattr(gates, name).value for name in ("U1", "U3", "TANH_U1", "TANH_U3")}
+        for name in ("_tanh", "weights_of", "slopes_of", "finish", "finish_slopes"):
+            self.names[name] = types.FunctionType(getattr(gates, name).fn.__code__, self.names, name)
+
+    def __getattr__(self, name):
+        return self.names[name]
+
+
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize("scale", [1.0, -0.25, 3.0])
+@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "silu"])
+def test_gates_give_weights_and_slopes_up_to_the_factor_that_the_sums_get(activation, scale, after):
+    """What the kernels multiply and add, for one query, one key and a value and upstream gradient of one; bounds as in ``activations``."""
+    plain, kind = Plain(), f"{activation}_bf16"
+    inner, outer = (1.0, scale) if after else (scale, 1.0)
+    s = (torch.linspace(-7, 7, 1001, dtype=torch.float64) / inner).requires_grad_()
+    value = outer * ACTIVATIONS[activation](inner * s)
+    (slope,) = torch.autograd.grad(value.sum(), [s])
+    with torch.no_grad():
+        out = plain.finish(plain.weights_of(s, inner, kind), scale, kind, after)
+        ds = plain.finish_slopes(plain.slopes_of(s, inner, kind), scale, kind)
+    bound, slope_bound = (2.8e-4, 8.8e-4) if activation == "gelu" else (1e-12, 1e-12)
+    assert float((out - value.detach()).abs().max()) <= abs(outer) * bound
+    assert float((ds - slope).abs().max()) <= abs(scale) * slope_bound

@@ -267,19 +267,28 @@ def test_another_current_device_does_not_matter(kernel):
     assert_close(kernel(*moved, **options), kernel(*arguments, **options), bound=0.0)
 
 
-def test_gelu_of_bfloat16_is_as_close_as_stated():
-    """The hardware's tanh included: one key of value one makes the output f(q k)."""
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("scale", [1.0, -0.25])
+def test_gelu_of_bfloat16_is_as_close_as_stated(backend, scale):
+    """The hardware's tanh included: one key of value one makes the output f(q k scale), and the gradient of q its slope."""
     from gem_core.ops import gdpa
 
-    x = torch.cat([torch.linspace(-6, 6, 4001), torch.tensor([-60.0, 60.0])]).bfloat16()
+    x = (torch.cat([torch.linspace(-6, 6, 4001), torch.tensor([-60.0, 60.0])]) / scale).bfloat16()
     q = torch.zeros(len(x), 1, 64, device="cuda", dtype=torch.bfloat16)
     q[:, 0, 0] = x.cuda()
     one = torch.zeros(1, 1, 64, device="cuda", dtype=torch.bfloat16)
     one[..., 0] = 1
-    out = gdpa(q, one, one, offsets_of([len(x)]), offsets_of([1]), max_q=len(x), max_k=1, backend="triton")
-    value = torch.nn.functional.gelu(x.double())
+    q.requires_grad_()
+    out = gdpa(q, one, one, offsets_of([len(x)]), offsets_of([1]), max_q=len(x), max_k=1, scale=scale, backend=backend)
+    (dq,) = torch.autograd.grad(out, [q], one.expand(len(x), 1, 64))
+    exact = (x.double() * scale).requires_grad_()
+    value = torch.nn.functional.gelu(exact)
+    (slope,) = torch.autograd.grad(value.sum(), [exact])
     error = (out[:, 0, 0].cpu().double() - value).abs()
-    assert bool((error <= 2.8e-4 + x.double().abs() * 2**-12 + value.abs() * 2**-8).all())
+    assert bool((error <= 2.8e-4 + exact.abs() * 2**-12 + value.abs() * 2**-8).all())
+    rise = exact.abs() * (0.8 + 0.105 * exact**2)  # x u' of gates.py: the slope moves by at most 1/2 + x u' times the error of tanh
+    error = (dq[:, 0, 0].cpu().double() / scale - slope).abs()
+    assert bool((error <= 8.8e-4 + (0.5 + rise) * 2**-11 + slope.abs() * 2**-8).all())
 
 
 @pytest.mark.parametrize("op", OPS)

@@ -9,7 +9,7 @@ starts its products while the other makes weights.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 # ruff: noqa: RUF059, SIM113
 
-from gem_kernels.common.activations import activate_scaled
+from gem_kernels.common.hopper.gates import finish, weights_of
 from gem_kernels.common.hopper.gluon import fence_async_shared, gl, gluon, mbarrier, tma, warpgroup_mma, warpgroup_mma_init, warpgroup_mma_wait
 from gem_kernels.common.hopper.language import accumulator, barriers, copies, hide, keys_seen, load, read_tile, release, store
 
@@ -66,7 +66,7 @@ def _weights(s, queries, keys, k_used, window, scale, top, ACTIVATION: gl.conste
         p = gl.exp2(s * scale - reference[:, None])
         shrink = gl.exp2(top * scale - reference)
     else:
-        p = activate_scaled(s, 1.0 if SCALE_AFTER else scale, ACTIVATION)
+        p = weights_of(s, 1.0 if SCALE_AFTER else scale, ACTIVATION)
         if CAUSAL or WINDOW:
             p = hide(p, queries[:, None], keys[None, :], k_used, window, CAUSAL, WINDOW, 0.0)
         new_top = top
@@ -174,8 +174,8 @@ def _consume(
             out = out * gl.convert_layout(inverse, gl.SliceLayout(1, OUT))[:, None]
             sums = gl.where(some, top * scale + gl.log2(gl.where(some, summed, 1.0)), float("inf"))
             gl.store(lse + head.to(gl.int64) * out_tokens + (out_start + mine) + lanes, sums, mask=lanes + mine < q_length)
-        elif SCALE_AFTER:
-            out = out * scale
+        else:
+            out = finish(out, scale, ACTIVATION, SCALE_AFTER)
         # The output leaves through the memory of its queries, which is released during the next tile.
         os.index(buffer).reshape([M, V]).store(out.to(kind))
         fence_async_shared()

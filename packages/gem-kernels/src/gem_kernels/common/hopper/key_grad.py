@@ -8,7 +8,7 @@ key head follow each other and are added in registers, in head order.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 # ruff: noqa: RUF059, SIM113
 
-from gem_kernels.common.activations import both_scaled
+from gem_kernels.common.hopper.gates import finish, finish_slopes, slopes_of, weights_of
 from gem_kernels.common.hopper.gluon import (
     async_copy,
     fence_async_shared,
@@ -85,7 +85,8 @@ def _add(
         g = gl.exp2(g - sums.load(COLUMNS)[None, :])
         p = g
     else:
-        p, g = both_scaled(s, 1.0 if SCALE_AFTER else scale, ACTIVATION)
+        p = weights_of(s, 1.0 if SCALE_AFTER else scale, ACTIVATION)
+        g = slopes_of(s, 1.0 if SCALE_AFTER else scale, ACTIVATION)
         if CAUSAL or WINDOW:
             p = hide(p, positions[None, :], keys[:, None], k_used, window, CAUSAL, WINDOW, 0.0)
             g = hide(g, positions[None, :], keys[:, None], k_used, window, CAUSAL, WINDOW, 0.0)
@@ -170,9 +171,8 @@ def _consume(
             )  # fmt: skip
             dk, dv = warpgroup_mma_wait(0, deps=[dk_acc, dv_acc])
             mbarrier.arrive(q_free.index(stage), count=1)
-            dk = dk * factor
-            if SCALE_AFTER:
-                dv = dv * factor
+            dk = finish_slopes(dk, factor, ACTIVATION)
+            dv = finish(dv, factor, ACTIVATION, SCALE_AFTER)
             if SOFTMAX:
                 # Keys past the last one used have weights here, which nothing else cancels.
                 dk = gl.where((gl.convert_layout(lanes, gl.SliceLayout(1, KEYS)) + mine < k_used)[:, None], dk, 0.0)

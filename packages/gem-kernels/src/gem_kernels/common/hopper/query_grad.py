@@ -7,7 +7,7 @@ For softmax ``delta``, the sum of ``dout * out`` over a head, is computed here a
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 # ruff: noqa: RUF059
 
-from gem_kernels.common.activations import slope_scaled
+from gem_kernels.common.hopper.gates import finish_slopes, slopes_of
 from gem_kernels.common.hopper.gluon import fence_async_shared, gl, gluon, mbarrier, tma, warpgroup_mma, warpgroup_mma_init, warpgroup_mma_wait
 from gem_kernels.common.hopper.language import accumulator, barriers, copies, hide, keys_seen, load, read_tile, store
 
@@ -62,7 +62,7 @@ def _slopes(s, queries, keys, sums, k_used, window, scale, ACTIVATION: gl.conste
             g = hide(g, queries[:, None], keys[None, :], k_used, window, CAUSAL, WINDOW, float("-inf"))
         g = gl.exp2(g - sums[:, None])
     else:
-        g = slope_scaled(s, 1.0 if SCALE_AFTER else scale, ACTIVATION)
+        g = slopes_of(s, 1.0 if SCALE_AFTER else scale, ACTIVATION)
         if CAUSAL or WINDOW:
             g = hide(g, queries[:, None], keys[None, :], k_used, window, CAUSAL, WINDOW, 0.0)
     return g
@@ -157,7 +157,7 @@ def _consume(
                     slopes = new_slopes
                     stage = next_stage
                 acc = warpgroup_mma(slopes, ks.index(stage).reshape([BLOCK_N, D]), acc, is_async=True)
-                out = warpgroup_mma_wait(0, deps=[acc]) * factor
+                out = finish_slopes(warpgroup_mma_wait(0, deps=[acc]), factor, ACTIVATION)
                 mbarrier.arrive(k_free.index(stage), count=1)
             else:
                 mbarrier.arrive(q_free.index(W), count=1)
