@@ -78,9 +78,9 @@ def section(impls: list[KernelImpl], rows: Rows) -> str:
         "1,152 rows, 4 heads of 128, bf16. FLOPs count real tokens; backward attention counts 2.5 forwards, since it recomputes the scores. GB/s\n"
         "read or write each tensor once. MiB are the most memory beyond the inputs: of the forward pass, and of both passes together. `matmul`,\n"
         "`compiled`, `compiled_bmm`, `varlen_attn` and `cudnn` are peers that come with torch; `matmul` is the product without its norm,\n"
-        "`compiled_bmm` two batched products with the activation between them. Rows without MiB hold the host's launch too, which weighs on calls\n"
-        "of less than half a millisecond; the others are times of the device alone. `gem kernels bench --op OP --csv FILE` measures an op in one\n"
-        f"run; [a picture of them](../packages/gem-kernels/benchmarks/results/{PICTURE.name})."
+        "`compiled_bmm` two batched products with the activation between them. Rows without any MiB hold the host's launch too, which weighs on\n"
+        "calls of less than half a millisecond; the others are times of the device alone. `gem kernels bench --op OP --csv FILE` measures an op\n"
+        f"in one run; [a picture of them](../packages/gem-kernels/benchmarks/results/{PICTURE.name})."
     )
     limits = "Head sizes of the portable attention kernels end at 256, those of block attention at 128."
     return "\n".join([BEGIN, "", *declared(impls), "", limits, "", about, "", *measured(rows), "", END])
