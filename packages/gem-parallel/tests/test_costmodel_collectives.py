@@ -143,3 +143,5 @@ def test_more_bytes_and_more_ranks_take_longer(size: int, part: float, factor: f
 def test_unknown_links_are_refused() -> None:
     with pytest.raises(RequestError, match=r"links of the machine are unknown.*--machine"):
         Links(Topology(world=2, device="cpu"), EXACT)
+    with pytest.raises(RequestError, match=r"9 ranks: its outermost tier, 'tier1', holds 8"):
+        Links(machine(9, 4, 8), EXACT)

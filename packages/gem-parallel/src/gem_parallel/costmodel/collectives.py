@@ -57,13 +57,16 @@ class Links:
     """The tiers of a machine at the speed that is reached.
 
     Raises:
-        RequestError: the machine's links are unknown.
+        RequestError: the machine's links are unknown, or its tiers hold fewer ranks than there are.
     """
 
     def __init__(self, topology: Topology, assumed: Assumed) -> None:
         if not topology.tiers:
             so = f"the links of the machine are unknown ({topology.source})"
             raise RequestError("a cost model", so, "Name a machine: --machine h200, or a file that describes yours.")
+        if topology.tiers[-1].size < topology.world:
+            so = f"its outermost tier, {topology.tiers[-1].name!r}, holds {topology.tiers[-1].size} ({topology.source})"
+            raise RequestError(f"a cost model of {topology.world} ranks", so, "Describe the tier that holds them all: docs/efficiency.md.")
         self._tiers, self._assumed = topology.tiers, assumed
 
     def _speed(self, tier: Tier) -> float:
