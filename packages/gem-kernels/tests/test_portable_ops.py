@@ -194,6 +194,23 @@ def test_a_surrounding_autocast_does_not_change_the_result(op):
     assert all(torch.equal(a, b) for a, b in zip(plain, inside, strict=True))
 
 
+@pytest.mark.parametrize("op", OPS)
+def test_a_checkpointed_call_gives_the_same_gradients_and_computes_forward_again(op):
+    from torch.utils.checkpoint import checkpoint
+
+    work = draw(op, (4, 0, 7), heads=1)
+    calls = []
+
+    def counted(first, **options):
+        calls.append(op)
+        return kernel_of(op)(first, **options)
+
+    expected = results(kernel_of(op), work)
+    again = results(lambda first, **options: checkpoint(counted, first, use_reentrant=False, **options), work)
+    assert all(torch.equal(a, b) for a, b in zip(again, expected, strict=True))
+    assert len(calls) == 2
+
+
 # ---- FLOPs ----------------------------------------------------------------------------------------------------------------------------
 
 LENGTHS = (3, 0, 9, 2)

@@ -192,6 +192,33 @@ def test_what_is_tried_reaches_the_launch():
     assert chosen == [("gdpa", "forward")]
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="these run under the interpreter")
+@pytest.mark.parametrize("op", ["block_attention"])
+def test_a_search_times_each_direction_under_its_key(op):
+    """Under the interpreter, which launches with one configuration whatever is tried: all that a search does but that."""
+    tunable = tune.tunables()[op]
+    packaged, other = tunable.packaged, (gdpa.Config(32, 32, 4, 1) if op == "gdpa" else block.Config(2, 4, 1, None))
+    few = replace(tunable, space=lambda key: [packaged(key), other])
+    with patch.object(tune, "SMALL_SHORT", (9, 0, 3)), patch.object(tune, "SMALL_LONG", (9, 0, 3)):
+        found = list(tune.search(op, few, "", replace(SHAPES["self-L256"], longest=9, shortest=1), 2, torch.float32, "cpu"))
+    assert len(found) == len(tunable.directions)
+    for direction, (key, entry, text) in zip(tunable.directions, found, strict=True):
+        assert f"direction={direction} " in key
+        assert text.startswith(f"{direction}: ")
+        assert "REFUSED" not in text
+        if entry is not None:
+            assert entry["ms"] <= entry["packaged_ms"]
+            assert tuning.built(type(other), entry, op) == other
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="these run under the interpreter")
+def test_a_search_passes_over_what_its_small_calls_cannot_check():
+    tunable = tune.tunables()["gdpa"]
+    with patch.object(tune, "SMALL_SHORT", (600,)):
+        found = list(tune.search("gdpa", tunable, "", replace(SHAPES["self-L256"], longest=3, shortest=1), 1, torch.float32, "cpu"))
+    assert all(entry is None and "passed over" in text for _, entry, text in found)
+
+
 @pytest.mark.parametrize("options", [{"op": ["norm_linear"]}, {"shape": ["self-L7"]}, {"dtype": "fp8"}], ids=str)
 def test_unknown_words_are_refused_with_the_known_ones(options):
     with pytest.raises(RequestError, match="Known: "):

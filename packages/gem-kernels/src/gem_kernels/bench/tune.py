@@ -48,7 +48,7 @@ def tunables() -> dict[str, Tunable]:
 
         given = work.arguments
         longest = given["max_k"] if direction == "key_grad" else given["max_q"]
-        arch = cuda_arch(given["q"].device.index or 0)
+        arch = cuda_arch(given["q"].device.index or 0) if given["q"].is_cuda else None
         return gdpa.config_key(
             direction, dim=given["q"].shape[-1], v_dim=given["v"].shape[-1], itemsize=given["q"].element_size(), max_length=longest, arch=arch
         )  # fmt: skip
@@ -93,13 +93,15 @@ def tune(
                         print(f"    kept in {tuning.write(name, gpu, {key: entry})}", flush=True)
 
 
-def search(op: str, tunable: Tunable, variant: str, form: Shape, rows: int, dtype: Any) -> Iterator[tuple[str, tuning.Entry | None, str]]:
+def search(
+    op: str, tunable: Tunable, variant: str, form: Shape, rows: int, dtype: Any, device: str = "cuda"
+) -> Iterator[tuple[str, tuning.Entry | None, str]]:
     """For each direction its key, what to keep (None where the package's configuration is the fastest), and a line to print."""
     from gem_kernels.bench.backends import resolve
     from gem_kernels.bench.workloads import build
 
-    work = build(op, variant, form, form.lengths(rows), dtype, "cuda")
-    small = build(op, variant, form, list(SMALL_LONG if form.longest > 512 else SMALL_SHORT), dtype, "cuda")
+    work = build(op, variant, form, form.lengths(rows), dtype, device)
+    small = build(op, variant, form, list(SMALL_LONG if form.longest > 512 else SMALL_SHORT), dtype, device)
     function = resolve(work, "triton")
     if isinstance(function, str):
         raise MachineError(f"gem kernels tune --op {op}", function, "Only the triton backend is tuned.")

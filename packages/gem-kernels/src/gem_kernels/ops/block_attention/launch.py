@@ -179,8 +179,9 @@ def _grad(
     _run("backward", inputs, settings, dict(zip(("dq", "dk", "dv"), grads, strict=True)), dout=dout.contiguous())
     if q_gain is None or k_gain is None:
         return grads
-    (dq, dq_gain), (dk, dk_gain) = _through_norm(grads[0], q, q_gain, eps), _through_norm(grads[1], k, k_gain, eps)
-    return [dq, dk, grads[2], dq_gain, dk_gain]
+    grads[0], dq_gain = _through_norm(grads[0], q, q_gain, eps)  # one after the other: each frees what it replaces
+    grads[1], dk_gain = _through_norm(grads[1], k, k_gain, eps)
+    return [*grads, dq_gain, dk_gain]
 
 
 def _through_norm(dy: Tensor, x: Tensor, gain: Tensor, eps: float) -> tuple[Tensor, Tensor]:

@@ -15,6 +15,7 @@ from torch import Tensor
 from gem_core.ops.jagged import Parts
 from gem_core.spec import KernelUnavailable, MachineError
 from gem_kernels.ops import host
+from gem_kernels.ops.direct import differentiable, direct
 
 RAW = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Values are copied as integers of their size: no arithmetic touches them."""
@@ -141,7 +142,7 @@ def _save_spread(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 
 def _spread_backward(ctx: Any, grad: Tensor) -> Any:
-    return torch.ops.gem_kernels.jagged_collect(grad, *ctx.saved_tensors, ctx.total), None, None, None, None
+    return direct(_collect, grad, *ctx.saved_tensors, ctx.total), None, None, None, None
 
 
 def _save_collect(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -150,13 +151,13 @@ def _save_collect(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 
 def _collect_backward(ctx: Any, grad: Tensor) -> Any:
-    return torch.ops.gem_kernels.jagged_spread(grad, *ctx.saved_tensors, ctx.max_length, 0.0), None, None, None
+    return direct(_spread, grad, *ctx.saved_tensors, ctx.max_length, 0.0), None, None, None
 
 
 _join.register_autograd(_join_backward, setup_context=_save_join)
 _part.register_autograd(_part_backward, setup_context=_save_part)
-_spread.register_autograd(_spread_backward, setup_context=_save_spread)
-_collect.register_autograd(_collect_backward, setup_context=_save_collect)
+_spread_op = differentiable(_spread, _spread_backward, _save_spread)
+_collect_op = differentiable(_collect, _collect_backward, _save_collect)
 
 
 def jagged_concat(parts: Parts) -> tuple[Tensor, Tensor]:
@@ -174,11 +175,11 @@ def jagged_split(values: Tensor, offsets: Tensor, part_offsets: Sequence[Tensor]
 def jagged_pad(values: Tensor, offsets: Tensor, *, max_length: int, fill: float = 0.0, truncate: str | None = None) -> Tensor:
     """Packed rows to padded rows; as ``gem_core.ops.jagged_pad``."""
     skip = (offsets.diff() - max_length).clamp(min=0) if truncate == "left" else None
-    out: Tensor = torch.ops.gem_kernels.jagged_spread(values, offsets, skip, max_length, float(fill))
+    out: Tensor = _spread_op(values, offsets, skip, max_length, float(fill))
     return out
 
 
 def jagged_unpad(dense: Tensor, offsets: Tensor, *, total: int | None = None) -> Tensor:
     """Padded rows to packed rows; as ``gem_core.ops.jagged_unpad``."""
-    out: Tensor = torch.ops.gem_kernels.jagged_collect(dense, offsets, None, int(offsets[-1]) if total is None else total)
+    out: Tensor = _collect_op(dense, offsets, None, int(offsets[-1]) if total is None else total)
     return out

@@ -10,7 +10,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from gem_core.ops.jagged import bmm_flops
 from gem_kernels.ops import host
-from gem_kernels.ops.direct import differentiable
+from gem_kernels.ops.direct import differentiable, direct
 
 
 def jagged_dense_bmm_add(values: Tensor, offsets: Tensor, dense: Tensor, bias: Tensor, *, max_length: int) -> Tensor:
@@ -94,7 +94,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-    dvalues, ddense, dbias = torch.ops.gem_kernels.jagged_dense_bmm_add_grad(dout, *ctx.saved_tensors, ctx.max_length)
+    dvalues, ddense, dbias = direct(_grad, dout, *ctx.saved_tensors, ctx.max_length)
     return dvalues, None, ddense, dbias, None
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gem_core.spec import KernelUnavailable
 from gem_kernels.ops import host
-from gem_kernels.ops.direct import differentiable
+from gem_kernels.ops.direct import differentiable, direct
 from gem_kernels.ops.gdpa.launch import gdpa
 from gem_kernels.ops.limits import MAX_NORM_WIDTH
 from gem_kernels.ops.norm_linear.launch import norm_rows, norm_rows_grad, row_tile
@@ -112,7 +112,7 @@ def _save_norm(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _norm_backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-    return torch.ops.gem_kernels.pffn_norm_grad(dy, *ctx.saved_tensors, ctx.eps), None
+    return direct(_norm_grad, dy, *ctx.saved_tensors, ctx.eps), None
 
 
 def _save_out(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -121,7 +121,7 @@ def _save_out(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _out_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-    return (*torch.ops.gem_kernels.pffn_out_grad(dy, *ctx.saved_tensors, *ctx.settings), None, None, None)
+    return (*direct(_out_grad, dy, *ctx.saved_tensors, *ctx.settings), None, None, None)
 
 
 _norm_op = differentiable(_norm, _norm_backward, _save_norm)
