@@ -10,8 +10,7 @@ import os
 import pickle
 import sys
 import traceback
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import astuple
 from datetime import timedelta
 from pathlib import Path
@@ -28,7 +27,6 @@ import gem_core.train.report
 from gem_core.config.load import load_config
 from gem_core.train.compose import Run, compose
 from gem_core.train.loop import train_epochs
-from gem_parallel.comm.ledger import LEDGER, Entry
 from gem_parallel.mesh import Layout
 
 WORLD, HALF, STEPS = 8, 5, 10
@@ -86,19 +84,18 @@ def half(folder: Path, layout: Layout, *, resume: bool) -> Run:
     """Train the first steps of a new run, or the rest of a run that is there."""
     settings = [*SETTINGS, *words(layout, ddp=resume), f"run.out={folder}", f"train.max_steps={STEPS if resume else HALF}"]
     run = compose(load_config("synthetic", settings), resume=folder if resume else None)
-    LEDGER.start(timed=False)
     train_epochs(run)
     run.close()
     return run
 
 
-def sent(entries: Sequence[Entry]) -> dict[str, int]:
-    """Bytes by what they were sent for; those of weights and gradients without the names of the blocks."""
-    out: Counter[str] = Counter()
-    for entry in entries:
-        what = f"dense: {entry.kind}" if entry.name.startswith("dense: ") else entry.name
-        out[what] += entry.sent
-    return dict(out)
+def sent(run: Run) -> dict[str, int]:
+    """Bytes that this rank sent, by what they were sent for."""
+    out: dict[str, int] = {}
+    embeddings: Any = run.embeddings
+    for traffic in (*(strategy.traffic for _, _, strategy in run.strategies), embeddings.traffic):
+        out |= traffic.take()
+    return out
 
 
 def kept_bytes(run: Run) -> dict[str, int]:
@@ -138,7 +135,7 @@ def work(folder: Path, rank: int) -> None:
     chain = chosen()
     for index, layout in enumerate(chain):
         first = half(folder / f"run{index}", layout, resume=False)
-        saved["sent"][astuple(layout)] = sent(LEDGER.stop())
+        saved["sent"][astuple(layout)] = sent(first)
         saved["kept"][astuple(layout)] = kept_bytes(first)
         saved["facts"] = facts(first)
         if index:

@@ -12,13 +12,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from gem_core.spec import MachineError, RequestError, load_object
+from gem_core.spec import MachineError, RequestError, Tier, Topology, load_object
 from gem_parallel import plugin
 from gem_parallel.comm import bench, cli
 from gem_parallel.comm.backends import NAMES, RESERVED, Here, require, set_environment, why_not
 from gem_parallel.comm.occupancy import free_blocks
 from gem_parallel.comm.transport import CopyEngineGather
+from gem_parallel.dense.fsdp import here as where
 
 HOST = Here(device="cuda", ranks=8, local=8, peer_access=True)
 
@@ -73,6 +75,19 @@ def test_reserved_sms_reach_the_kernels_and_a_contradiction_is_refused() -> None
     assert environ[RESERVED] == "8"
     with pytest.raises(RequestError, match="GEM_RESERVED_SMS=8"):
         set_environment("cuda", reserved_sms=4, environ=environ)
+
+
+@pytest.mark.parametrize(("tiers", "local"), [((Tier(name="host", size=8, bandwidth=1e9),), 8), ((), 16)])
+def test_a_group_knows_whether_it_spans_hosts(tiers: tuple[Tier, ...], local: int) -> None:
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=16)
+    try:
+        everyone, host = torch.distributed.group.WORLD, torch.distributed.new_group(list(range(8)))
+        assert everyone is not None
+        topology = Topology(world=16, device="cpu", tiers=tiers)
+        assert where("cpu", everyone, topology) == Here(device="cpu", ranks=16, local=local)
+        assert where("cpu", host, topology) == Here(device="cpu", ranks=8, local=8)
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 class Shared:

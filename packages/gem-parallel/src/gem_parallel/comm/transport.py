@@ -1,7 +1,7 @@
 """How the weights and gradients of ``fully_shard`` travel: the hooks that it calls in place of its own collectives."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,11 +12,11 @@ from gem_parallel.comm.backends import LOW_CTAS, Here, require
 from gem_parallel.comm.collectives import Traffic, gather_into, scatter_into
 from gem_parallel.comm.ledger import LEDGER
 
-Carrier = Any
-"""``carrier(output, input)``: the all-gather of a backend, on the current stream."""
+Carrier = Callable[[Tensor, Tensor], None]
+"""``carrier(output, own)``: the all-gather of a backend, on the current stream."""
 
 
-class NcclGather:
+class GroupGather:
     """torch's all-gather over a process group: NCCL or gloo."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -58,8 +58,8 @@ def carrier_of(backend: str, group: dist.ProcessGroup, here: Here) -> Carrier:
     """
     require(backend, here)
     if backend == "low_cta":
-        return NcclGather(few_blocks(group, LOW_CTAS))
-    return CopyEngineGather(group) if backend == "copy_engine" else NcclGather(group)
+        return GroupGather(few_blocks(group, LOW_CTAS))
+    return CopyEngineGather(group) if backend == "copy_engine" else GroupGather(group)
 
 
 def few_blocks(group: dist.ProcessGroup, ctas: int) -> dist.ProcessGroup:

@@ -35,10 +35,10 @@ class Exchange:
     Args:
         ranks: the expert group.
         rows: the counts, shared by the ensembles of a model.
-        absent: parameters of the experts that other ranks hold.
+        absent: the experts that other ranks hold.
     """
 
-    def __init__(self, ranks: Collectives, rows: Rows, absent: Sequence[nn.Parameter]) -> None:
+    def __init__(self, ranks: Collectives, rows: Rows, absent: Sequence[nn.Module]) -> None:
         self._ranks, self._rows, self._absent = ranks, rows, absent
         self._counts: list[int] = []
 
@@ -64,7 +64,7 @@ class Exchange:
 
     def _touch(self, _: Tensor) -> None:
         """Give the absent parameters a gradient without elements: the first rank's optimiser then counts their steps, and the first rank saves it."""
-        for parameter in self._absent:
+        for parameter in (parameter for expert in self._absent for parameter in expert.parameters()):
             if parameter.requires_grad and parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
 

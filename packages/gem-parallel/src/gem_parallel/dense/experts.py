@@ -23,11 +23,11 @@ from gem_parallel.mesh import Layout, check_degree, device_mesh, layout_of
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Held:
-    """One ensemble: the experts that this rank computes, and the weights of the others, which stay elsewhere."""
+    """One ensemble: the experts that this rank computes, and the others, whose weights are elsewhere."""
 
     name: str
     experts: list[nn.Module]
-    absent: list[nn.Parameter]
+    absent: list[nn.Module]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,7 +39,8 @@ class Placement:
 
     @property
     def absent(self) -> set[nn.Parameter]:
-        return {parameter for held in self.ensembles for parameter in held.absent}
+        """The parameters that other ranks hold."""
+        return {parameter for held in self.ensembles for expert in held.absent for parameter in expert.parameters()}
 
 
 def placement_of(module: nn.Module) -> Placement:
@@ -92,11 +93,10 @@ class ExpertParallel:
         for name, ensemble in found:
             count = len(ensemble.experts) // self._degree
             held = range(group.rank * count, (group.rank + 1) * count)
-            absent = []
-            for index, expert in enumerate(ensemble.experts):
-                if index not in held:
-                    owner = context.rank - group.rank + index // count
-                    absent += list(empty_out(expert, owner, torch.device(context.device).type))
+            elsewhere = {index: expert for index, expert in enumerate(ensemble.experts) if index not in held}
+            for index, expert in elsewhere.items():
+                empty_out(expert, context.rank - group.rank + index // count, torch.device(context.device).type)
+            absent = list(elsewhere.values())
             ensemble.share_out(held, Exchange(group, rows, absent))
             placement.ensembles.append(Held(name=name, experts=[ensemble.experts[i] for i in held], absent=absent))
             self._facts["ensembles"].append({"name": name, "experts": [held.start, held.stop - 1]})
@@ -111,13 +111,11 @@ def ensembles(module: nn.Module) -> Iterator[tuple[str, Any]]:
     return ((name, child) for name, child in module.named_modules() if hasattr(child, "share_out"))
 
 
-def empty_out(expert: nn.Module, owner: int, kind: str) -> Iterator[nn.Parameter]:
+def empty_out(expert: nn.Module, owner: int, kind: str) -> None:
     """Put the parameters of an expert on ``owner`` alone; what remains here has their shapes and no elements."""
     mesh = DeviceMesh(kind, [owner], _init_backend=False)
     for module in expert.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             nothing = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
             there = DTensor.from_local(nothing, mesh, [Replicate()], run_check=False, shape=parameter.shape, stride=parameter.stride())
-            absent = nn.Parameter(there, requires_grad=parameter.requires_grad)
-            setattr(module, name, absent)
-            yield absent
+            setattr(module, name, nn.Parameter(there, requires_grad=parameter.requires_grad))

@@ -15,7 +15,7 @@ from gem_core.spec import ParallelContext, RequestError, Topology
 from gem_parallel.comm.backends import Here, set_environment
 from gem_parallel.comm.collectives import Traffic
 from gem_parallel.comm.ledger import LEDGER
-from gem_parallel.comm.transport import GatherWeights, ScatterGradients, carrier_of
+from gem_parallel.comm.transport import Carrier, GatherWeights, ScatterGradients, carrier_of
 from gem_parallel.comm.waits import GradientWaits, WeightWaits
 from gem_parallel.dense.experts import Placement, placement_of
 from gem_parallel.mesh import device_mesh, layout_of
@@ -114,11 +114,11 @@ class FullyShard:
             if not any(fnmatchcase(name, pattern) for name in names):
                 raise RequestError(f"strategy 'fsdp' with keep = {pattern!r}", f"no block has such a name; there are {', '.join(names)}", "Name one.")
 
-    def _carrier(self, mesh: DeviceMesh, context: ParallelContext) -> Any:
+    def _carrier(self, mesh: DeviceMesh, context: ParallelContext) -> Carrier:
         group = mesh.get_group("dense_shard")
         return carrier_of(self._comm, group, here(context.device, group, context.topology))
 
-    def _shard(self, unit: Unit, mesh: DeviceMesh, carrier: Any, placement: Placement) -> None:
+    def _shard(self, unit: Unit, mesh: DeviceMesh, carrier: Carrier, placement: Placement) -> None:
         replicas = mesh.size(0)
         kept = any(fnmatchcase(unit.name, pattern) for pattern in self._keep)
         words: dict[str, Any] = {
