@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import astuple
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -205,6 +206,14 @@ def test_memory_of_a_rank_follows_the_formula(ranks: list[dict[str, Any]], layou
         assert got.keys() == want.keys()
         for name, size in want.items():
             assert got[name] == pytest.approx(size, rel=0.05), name
+
+
+def test_the_formulas_tell_layouts_apart(ranks: list[dict[str, Any]]) -> None:
+    """The planted fault: what one layout sent and kept, against the formula of another."""
+    for layout, other in pairwise(chosen()):
+        assert ranks[0]["sent"][astuple(layout)]["dense: weights"] != Formula(other, 0, ranks[0]["facts"]).sent()["dense: weights"]
+    first, *_, last = chosen()
+    assert ranks[0]["kept"][astuple(first)]["weights"] != pytest.approx(Formula(last, 0, ranks[0]["facts"]).memory()["weights"], rel=0.05)
 
 
 def test_the_layouts_are_all_products_of_eight() -> None:

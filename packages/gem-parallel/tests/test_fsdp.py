@@ -169,7 +169,7 @@ def test_what_cannot_be_is_refused(ranks: list[dict[str, Any]]) -> None:
         FullyShard(replicas=2).apply(Blocks(), context(1))
 
 
-def test_the_declaration_and_its_options() -> None:
+def test_case_F12_a_bool_is_no_number_and_unknown_words_are_refused() -> None:
     (declared,) = [strategy for strategy in gem_parallel_strategies() if strategy.name == "fsdp"]
     assert (declared.stage, declared.on_meta) == ("dense", True)
     assert declared.options is not None
