@@ -20,7 +20,7 @@ from gem_core.builtin.recorder import Recorder
 from gem_core.train.ledger.clock import AGREE, BACKWARD, COPY, DATA, FORWARD, OPTIMISER, OTHER, PAUSED, TABLES, Clock, Exchanged, StepTimes
 from gem_core.train.ledger.keeper import COLUMNS, StepLedger, append_steps, in_words, open_steps
 from gem_core.train.ledger.load import Cost, CostFit, load_of
-from gem_core.train.ledger.ranks import EXCHANGE, WAIT, Together, Told
+from gem_core.train.ledger.ranks import EXCHANGE, WAIT, Exchange, Together, Told
 from gem_core.train.ledger.trace import Tracer
 from gem_core.train.step import train_step
 from gem_core.train.world import World
@@ -216,7 +216,7 @@ def test_a_slow_exchange_is_named_with_its_ranks(taken: Sequence[float], ranks: 
 
 def test_an_exchange_of_more_bytes_may_take_longer() -> None:
     together = window(EVEN, {"counts": 0.001, "rows": 0.030})
-    told = [replace(t, exchanges={**t.exchanges, "counts": (1, 8.0, 2, 0.001, 0.008)}) for t in together._told]
+    told = [replace(t, exchanges={**t.exchanges, "counts": Exchange(1, 8.0, 2, 0.001, 0.008)}) for t in together._told]
     assert Together(told).slow_exchange() is None
     assert together.slow_exchange() is not None
 

@@ -28,10 +28,19 @@ def plan(
     assume: Annotated[list[str] | None, typer.Option(help="NAME=VALUE: a figure of the cost model; may be repeated.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     write: Annotated[Path | None, typer.Option(help="Write a plan file, for embedding.options.plan.")] = None,
+    memory: Annotated[bool, typer.Option("--memory", help="Activations by block, planned and measured on this machine.")] = False,
 ) -> None:
     """Tables, mesh, memory, communication and step time of a configuration on any number of ranks, without a GPU."""
     loaded = load_config(config, overrides or [])
     host().require(loaded.config.plugins.require)
+    if memory:
+        if world > 1 or machine or search or write:
+            so = "it measures this machine, on the ranks that it is started on"
+            raise RequestError("gem plan --memory", so, "Leave --world, --machine, --search and --write away.")
+        from gem_core.cli.plan_memory import plan_memory
+
+        plan_memory(loaded, json=json)
+        return
     topology = topology_for(world, machine or loaded.config.parallel.topology or None)
     source: Source = host().build("data_sources", loaded.config.data.source, loaded.config.data.options)
     tables, facts = tables_and_facts(loaded, source, world)

@@ -1,14 +1,13 @@
 """``gem plan --memory``: what the blocks of the model hold for backward by the plan of the configured strategy, beside what a real step holds."""
 
 from dataclasses import asdict
-from typing import Any
 
 from torch import Tensor
 
 from gem_core.cli.output import print_json, print_table
 from gem_core.cli.sizes import size
 from gem_core.config.load import LoadedConfig
-from gem_core.spec import MemoryReport, ReportsMemory, RequestError, Shard
+from gem_core.spec import BlockMemory, MemoryReport, ReportsMemory, RequestError, Shard
 from gem_core.train.compose import Run, compose
 from gem_core.train.labels import weight_sums
 from gem_core.train.step import batch_loss, forward
@@ -54,18 +53,24 @@ def report_of(run: Run) -> MemoryReport:
 
 def print_report(report: MemoryReport, device: str) -> None:
     """One line a block, then the sums."""
-    rows: list[tuple[str, ...]] = []
-    for b in report.blocks:
-        measured = "-" if b.measured is None else size(b.measured)
-        rows.append((b.name, size(b.saved), _ms(b.seconds), b.policy, size(b.held), measured, _ms(b.extra)))
-    columns: tuple[Any, ...] = tuple(zip(*((b.saved, b.seconds, b.held, b.measured or 0, b.extra) for b in report.blocks), strict=True))
-    saved, seconds, held, measured, extra = (sum(column) for column in columns)
-    rows.append(("all blocks", size(saved), _ms(seconds), "", size(held), size(measured), _ms(extra)))
+    whole = BlockMemory(
+        name="all blocks",
+        saved=sum(b.saved for b in report.blocks),
+        seconds=sum(b.seconds for b in report.blocks),
+        policy="",
+        held=sum(b.held for b in report.blocks),
+        extra=sum(b.extra for b in report.blocks),
+        measured=sum(b.measured or 0 for b in report.blocks),
+    )
+    rows = [
+        (b.name, size(b.saved), _ms(b.seconds), b.policy, size(b.held), "-" if b.measured is None else size(b.measured), _ms(b.extra))
+        for b in (*report.blocks, whole)
+    ]
     budget = "no budget" if report.budget is None else f"a budget of {size(report.budget)}"
     print(f"activations of a rank on {device}, first training batch, {budget}\n")
     print_table(("BLOCK", "SAVED", "FORWARD", "POLICY", "HELD", "MEASURED", "EXTRA TIME"), rows)
     print(f"\noutside of all blocks {size(report.rest)} were alive after a forward pass")
-    peak = "not measured on a CPU" if report.measured_peak is None else f"{size(report.measured_peak)} with all else that a step allocates"
+    peak = "not on a CPU" if report.measured_peak is None else f"{size(report.measured_peak)} with all else that a step allocates"
     print(f"most at once: {size(report.peak)} in the blocks by the plan; measured {peak}")
 
 

@@ -5,7 +5,7 @@ from one weight alone (a transposed view, its cast under autocast, looked-up vec
 """
 
 from collections.abc import Callable, Hashable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,17 +14,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 SMALLEST = 4096
 """Bytes below which a tensor is not worth a copy."""
 LARGEST_E4M3 = 448.0
-
-
-class Packed(Protocol):
-    """A tensor held in another way."""
-
-    @property
-    def held(self) -> int:
-        """Bytes of device memory."""
-        ...
-
-    def unpack(self) -> Tensor: ...
 
 
 def is_activation(tensor: Tensor) -> bool:
@@ -64,10 +53,6 @@ class Offloaded:
             self._host.copy_(whole, non_blocking=True)
         whole.record_stream(stream)  # the allocator must not hand the memory out before the copy is done
 
-    @property
-    def held(self) -> int:
-        return 0
-
     def fetch(self) -> None:
         """Start to copy it back."""
         if self._back is not None:
@@ -100,10 +85,6 @@ class Viewed:
         self._whole, self._dtype, self._device = whole, tensor.dtype, tensor.device
         self._place = (tensor.storage_offset(), tensor.shape, tensor.stride())
 
-    @property
-    def held(self) -> int:
-        return 0
-
     def unpack(self) -> Tensor:
         return torch.empty(0, dtype=self._dtype, device=self._device).set_(self._whole.storage(), *self._place)
 
@@ -118,10 +99,6 @@ class Eighths:
         smallest = torch.finfo(torch.float32).tiny
         self._scale = (rows.abs().amax(-1, keepdim=True) / LARGEST_E4M3).clamp_min(smallest).float()
         self._values = (rows / self._scale).to(torch.float8_e4m3fn)
-
-    @property
-    def held(self) -> int:
-        return self._values.nbytes + self._scale.nbytes
 
     def unpack(self) -> Tensor:
         wide = torch.promote_types(self._dtype, torch.float32)

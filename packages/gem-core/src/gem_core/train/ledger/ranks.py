@@ -6,7 +6,7 @@ for the slowest rank is ``max over ranks of local - own local``; what remains is
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +28,16 @@ SLOWER = 3.0
 """An exchange is slow when it takes so many times what others take."""
 
 
+class Exchange(NamedTuple):
+    """A collective of one rank in a window: calls (0 for a wait) and bytes of a mean step, ranks, seconds of a median step, all exposed seconds."""
+
+    calls: float
+    sent: float
+    ranks: int
+    seconds: float
+    exposed: float
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Told:
     """What one rank tells the others of a window.
@@ -35,12 +45,12 @@ class Told:
     Args:
         steps: ``[steps, 7]``: number, seconds, blocked, compute (forward and backward), tokens, pairs, rows.
         parts: seconds by phase, over all steps.
-        exchanges: by collective: calls a step, bytes a step, ranks, median seconds a step, exposed seconds over all steps.
+        exchanges: by collective, in the order of their first call.
     """
 
     steps: Floats
     parts: Mapping[str, float]
-    exchanges: Mapping[str, tuple[float, float, int, float, float]]
+    exchanges: Mapping[str, Exchange]
 
     @classmethod
     def of(cls, steps: Sequence[StepTimes], loads: Mapping[int, tuple[int, int, int]]) -> Self:
@@ -54,9 +64,13 @@ class Told:
         exchanges = {}
         for name in names:
             calls = [s.collectives[name] for s in steps if name in s.collectives]
-            mean = (sum(c.calls for c in calls) / len(steps), sum(c.sent for c in calls) / len(steps))
-            median = float(np.median([c.seconds for c in calls]))
-            exchanges[name] = (*mean, calls[0].ranks, median, sum(c.exposed for c in calls))
+            exchanges[name] = Exchange(
+                calls=sum(c.calls for c in calls) / len(steps),
+                sent=sum(c.sent for c in calls) / len(steps),
+                ranks=calls[0].ranks,
+                seconds=float(np.median([c.seconds for c in calls])),
+                exposed=sum(c.exposed for c in calls),
+            )
         return cls(steps=np.array(rows, dtype=np.float64).reshape(-1, 7), parts=parts, exchanges=exchanges)
 
 
@@ -83,7 +97,7 @@ class Together:
         """Seconds of a mean step, as means over ranks, the largest first; they add up to the step."""
         sums: dict[str, float] = {WAIT: 0.0}
         for told, wait, blocked in zip(self._told, self._wait.sum(1), self._blocked.sum(1), strict=True):
-            own = dict(told.parts) | {f"{EXCHANGE}{name}": exchange[4] for name, exchange in told.exchanges.items()}
+            own = dict(told.parts) | {f"{EXCHANGE}{name}": exchange.exposed for name, exchange in told.exchanges.items()}
             transfer = 1.0 - wait / blocked if blocked > 0 else 1.0
             sums[WAIT] += wait
             for label, seconds in own.items():
@@ -101,7 +115,7 @@ class Together:
     def bound(self) -> dict[str, Any]:
         """The shortest step these ranks could take if all communication hid behind local work: max over ranks of max(local, communication)."""
         local, wait = self._local.mean(1), self._wait.mean(1)
-        exchanged = [sum(e[3] for e in told.exchanges.values() if e[0]) + told.parts.get(AGREE, 0.0) / self.count for told in self._told]
+        exchanged = [sum(e.seconds for e in told.exchanges.values() if e.calls) + told.parts.get(AGREE, 0.0) / self.count for told in self._told]
         sent = np.maximum(0.0, np.array(exchanged) - wait)
         rank = int(np.maximum(local, sent).argmax())
         by = "local work" if local[rank] >= sent[rank] else "communication"
@@ -143,11 +157,11 @@ class Together:
         Returns:
             ``name``, ``ranks`` between which it is slow, ``seconds`` a step that it takes there and ``expected`` seconds.
         """
-        names = [name for name in self._told[0].exchanges if all(told.exchanges.get(name, (0,))[0] for told in self._told)]
+        names = [name for name, e in self._told[0].exchanges.items() if e.calls and all(name in told.exchanges for told in self._told)]
         if len(self._told) < 2 or self.count < LEAST or not names:
             return None
         waits, least = np.median(self._wait, axis=1), NOTICED * self.seconds
-        taken = {name: np.array([told.exchanges[name][3] for told in self._told]) for name in names}
+        taken = {name: np.array([told.exchanges[name].seconds for told in self._told]) for name in names}
         for name in names:
             quickest = float(taken[name].min())
             transfer = taken[name] - waits
@@ -162,6 +176,6 @@ class Together:
 
     def _scaled(self, other: str, name: str, seconds: float) -> float:
         """What ``name`` would take if it went as ``other`` does: as long for fewer bytes and ranks, longer in proportion for more."""
-        (calls, sent, ranks, *_), (own_calls, own_sent, own_ranks, *_) = self._told[0].exchanges[other], self._told[0].exchanges[name]
-        bytes_, own_bytes = sent / calls, own_sent / own_calls
-        return seconds / calls * own_calls * max(1.0, own_bytes / max(bytes_, 1.0)) * max(1.0, own_ranks / ranks)
+        theirs, own = self._told[0].exchanges[other], self._told[0].exchanges[name]
+        larger = (own.sent / own.calls) / max(theirs.sent / theirs.calls, 1.0)
+        return seconds / theirs.calls * own.calls * max(1.0, larger) * max(1.0, own.ranks / theirs.ranks)
