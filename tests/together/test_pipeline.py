@@ -11,7 +11,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))  # ranks are started by the name of their function
 
 from ranks_checkpoint import run
-from ranks_pipeline import ENGINES, EPOCHS, ROWS, WAYS, train_all
+from ranks_pipeline import ENGINES, EPOCHS, ROWS, UNEVEN, WAYS, train_all
 
 Saved = dict[int, list[dict[str, Any]]]
 
@@ -48,6 +48,18 @@ def test_runs_ahead_without_and_cut_have_the_same_bits(saved: Saved, world: int,
             tables = rank[f"{engine} {way}"]["tables"]
             assert {name: torch.equal(tables[name], tensor) for name, tensor in plain["tables"].items()} == dict.fromkeys(tables, True)
     assert len(saved[world][0][f"{engine} False"]["losses"]) == 5 * EPOCHS
+
+
+@pytest.mark.parametrize("rule", UNEVEN)
+def test_case_F01_ranks_that_run_out_end_together_one_batch_ahead(saved: Saved, rule: str) -> None:
+    """Batches of 12 rows a rank, the last of 2; rank 1 has only three of them."""
+    for rank, batches in enumerate(UNEVEN[rule]):
+        rows = [12] * 5 if rule != "pad" or rank else [12, 12, 12, 12, 2]
+        for name in ("torchrec", "sharded_2d"):
+            ahead, plain = (saved[2][rank]["uneven"][name, rule, ahead] for ahead in (True, False))
+            assert ahead == plain
+            assert len(plain[0]) == sum(rows[i % 5] for i in range(batches))
+            assert len(plain[1]) == UNEVEN[rule][0]
 
 
 def test_planted_fault_a_row_that_was_left_out_is_seen(saved: Saved) -> None:
