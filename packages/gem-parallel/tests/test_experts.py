@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from ranks_experts import DIM, JOINS, TOKENS, Ensemble, Model, layouts, train
 from torch import nn
 
-from gem_core.spec import STAGES, ParallelContext, RequestError, Topology, load_object
+from gem_core.spec import STAGES, ParallelContext, PluginError, RequestError, Topology, load_object
 from gem_parallel.dense.exchange import Exchange, Rows
 from gem_parallel.dense.experts import ExpertParallel, ensembles, placement_of
 from gem_parallel.plugin import gem_parallel_strategies
@@ -171,6 +171,8 @@ def test_counts_are_asked_once_a_forward_pass() -> None:
     ranks: Any = Counting()
     rows = Rows(ranks)
     assert [rows.counts(3), rows.counts(3)] == [[3], [3]]
+    with pytest.raises(PluginError, match="called with 4 rows, after another of the same forward pass with 3"):
+        rows.counts(4)
     rows.forget()
     assert rows.counts(4) == [4]
     assert ranks.asked == 2

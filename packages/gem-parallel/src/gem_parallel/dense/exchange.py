@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.nn.functional import pad
 
+from gem_core.spec import PluginError
 from gem_parallel.comm.collectives import Collectives
 
 
@@ -23,9 +24,17 @@ class Rows:
         self._counts = None
 
     def counts(self, own: int) -> list[int]:
-        """``[ranks]``, on the host: the exchange goes through host memory, so that no GPU waits for it."""
+        """``[ranks]``, on the host: the exchange goes through host memory, so that no GPU waits for it.
+
+        Raises:
+            PluginError: this rank has another number of rows than it told the others.
+        """
         if self._counts is None:
             self._counts = self._ranks.all_gather("experts: row counts", torch.tensor([own])).wait()[:, 0].tolist()
+        told = self._counts[self._ranks.rank]
+        if told != own:
+            so = f"it is called with {own} rows, after another of the same forward pass with {told}"
+            raise PluginError("an ensemble of experts", so, "Give all ensembles of a model the rows of its batch, and call the model as a whole.")
         return self._counts
 
 
