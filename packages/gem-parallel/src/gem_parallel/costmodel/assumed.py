@@ -17,6 +17,7 @@ class Assumed:
         matmul: of the peak FLOP/s.
         memory: of the memory bandwidth.
         links: of a tier's bandwidth.
+        scatter: time of a reduce-scatter over that of an all-gather of the same parts.
         launch: seconds to start a collective.
         message: seconds that an all-to-all takes longer for each further rank.
         row_cv: standard deviation over mean of the rows' costs; negative takes what was measured on a batch.
@@ -28,6 +29,7 @@ class Assumed:
     matmul: float = 0.58
     memory: float = 0.89
     links: float = 0.8
+    scatter: float = 1.0
     launch: float = 8.4e-6
     message: float = 0.4e-6
     row_cv: float = -1.0
@@ -46,7 +48,7 @@ class Assumed:
         for name, value in (given or {}).items():
             if name not in known:
                 raise RequestError(f"--assume {name}={value:g}", "there is no such figure", f"Known are {', '.join(known)}.")
-            most = 1.0 if name not in ("launch", "message", "row_cv") else float("inf")
+            most = 1.0 if name not in ("scatter", "launch", "message", "row_cv") else float("inf")
             least = {"row_cv": -1.0, "balance": 0.0, "pipelined": 0.0, "reserve": 0.0, "launch": 0.0, "message": 0.0}.get(name, 1e-6)
             if not least <= value <= most:
                 raise RequestError(f"--assume {name}={value:g}", f"it lies outside {least:g} ... {most:g}", "Give a value between them.")
@@ -61,6 +63,7 @@ SOURCES = {
     "matmul": "a bf16 matmul of 1M x 512 x 512 on one H200, 573 of 989 TFLOP/s",
     "memory": "a copy of 4 GiB on one H200, 4.27 of 4.8 TB/s",
     "links": "NCCL's cost model for NVLink, 360 of 450 GB/s on Hopper; taken for the network too",
+    "scatter": "as quick, as NCCL's cost model has it",
     "launch": "base latency of a ring in NCCL's cost model",
     "message": "assumed: a network hop of 14 us shared by about 32 messages on their way",
     "row_cv": "measured on the rows of a small training batch",

@@ -74,15 +74,15 @@ class Links:
 
     def all_gather(self, group: Group, part: float) -> float:
         """Seconds until every rank has every rank's ``part`` bytes."""
-        return self._assumed.launch + min(self._ring(group, part), self._doubling(group, part)) if group.size > 1 else 0.0
+        return self._assumed.launch + self._moved(group, part) if group.size > 1 else 0.0
 
     def reduce_scatter(self, group: Group, part: float) -> float:
-        """Seconds until every rank has the sum of its ``part`` bytes: an all-gather backwards."""
-        return self.all_gather(group, part)
+        """Seconds until every rank has the sum of its ``part`` bytes: an all-gather backwards, ``scatter`` times as long."""
+        return self._assumed.launch + self._assumed.scatter * self._moved(group, part) if group.size > 1 else 0.0
 
     def all_reduce(self, group: Group, whole: float) -> float:
-        """Seconds until every rank has the sum of ``whole`` bytes: reduce-scatter, then all-gather."""
-        return 2 * self.all_gather(group, whole / group.size) - self._assumed.launch if group.size > 1 else 0.0
+        """Seconds until every rank has the sum of ``whole`` bytes: twice what an all-gather of its parts moves."""
+        return self._assumed.launch + 2 * self._moved(group, whole / group.size) if group.size > 1 else 0.0
 
     def all_to_all(self, group: Group, sent: float) -> float:
         """Seconds until every rank has what the others sent it; ``sent`` bytes leave the busiest rank, evenly to all others."""
@@ -93,6 +93,9 @@ class Links:
             crossing = (group.inside(k + 1) - group.inside(k)) / max(1, group.inside(len(self._tiers)) - 1)
             slowest = max(slowest, sent * crossing / self._speed(tier))
         return self._assumed.launch + self._tiers[group.outermost()].latency + (group.size - 1) * self._assumed.message + slowest
+
+    def _moved(self, group: Group, part: float) -> float:
+        return min(self._ring(group, part), self._doubling(group, part))
 
     def _ring(self, group: Group, part: float) -> float:
         hops = group.size - 1

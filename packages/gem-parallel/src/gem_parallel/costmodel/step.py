@@ -20,7 +20,7 @@ from gem_core.spec import BatchFacts, BlockFacts, EmbeddingPlan, ModelFacts, Req
 from gem_parallel.costmodel.assumed import Assumed
 from gem_parallel.costmodel.clock import Clocks, Running, Times
 from gem_parallel.costmodel.collectives import Group, Links, gathered_bytes, group_along
-from gem_parallel.costmodel.dense import TOUCHED, Dense
+from gem_parallel.costmodel.dense import MASTER, TOUCHED, Dense
 from gem_parallel.costmodel.sparse import Phase, moves
 
 FORWARD, BACKWARD = 1, 2
@@ -30,6 +30,7 @@ ACTIVATION_PASSES = {FORWARD: 2, BACKWARD: 3}
 ROW_PASSES = 6
 """How often a looked-up row crosses it: read, written out and read by the model; its gradient written, the row and its state read and written."""
 SEED = 1
+GATHER = "weights: gather"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -183,16 +184,23 @@ class Step:
         if self._dense.layout.expert == 1:
             ordinary, experts = ordinary + experts, 0.0
         self._count(name, gathered_bytes(self._whole, ordinary) + gathered_bytes(self._shards, experts))
-        seconds = self._links.all_gather(self._whole, ordinary) + (self._links.all_gather(self._shards, experts) if experts else 0.0)
+        time = self._links.all_gather if name == GATHER else self._links.reduce_scatter
+        seconds = time(self._whole, ordinary) + (time(self._shards, experts) if experts else 0.0)
         return clocks.start(name, "dense", (1, 2), seconds, tier=self._whole.outermost())
+
+    def _copy(self, clocks: Clocks, block: BlockFacts) -> None:
+        """``fully_shard`` copies what was gathered out of its buffer, and gradients into the one that is scattered: read once, written once."""
+        if self._dense.sharded and self._whole.size > 1:
+            clocks.compute("copies", 2 * MASTER * self._dense.whole(block) / self._bytes)
 
     def _forward(self, clocks: Clocks) -> None:
         blocks = self._model.blocks
-        gathering = self._weights(clocks, "weights: gather", blocks[0], self._dense.wire)
+        gathering = self._weights(clocks, GATHER, blocks[0], self._dense.wire)
         for block, following in zip(blocks, [*blocks[1:], None], strict=True):
             if gathering is not None:
                 clocks.wait(gathering)
-            gathering = None if following is None else self._weights(clocks, "weights: gather", following, self._dense.wire)
+            gathering = None if following is None else self._weights(clocks, GATHER, following, self._dense.wire)
+            self._copy(clocks, block)
             self._block(clocks, block, FORWARD)
 
     def _backward(self, clocks: Clocks) -> list[Running]:
@@ -200,13 +208,16 @@ class Step:
         order = list(reversed(self._model.blocks))
         again = [self._dense.reshard and block is not self._model.blocks[0] for block in order]
         reducing: list[Running] = []
-        gathering = self._weights(clocks, "weights: gather", order[0], self._dense.wire) if again[0] else None
+        gathering = self._weights(clocks, GATHER, order[0], self._dense.wire) if again[0] else None
         for i, block in enumerate(order):
             if gathering is not None:
                 clocks.wait(gathering)
             more = i + 1 < len(order) and again[i + 1]
-            gathering = self._weights(clocks, "weights: gather", order[i + 1], self._dense.wire) if more else None
+            gathering = self._weights(clocks, GATHER, order[i + 1], self._dense.wire) if more else None
+            if again[i]:
+                self._copy(clocks, block)
             self._block(clocks, block, BACKWARD)
+            self._copy(clocks, block)
             reducing += self._reduce(clocks, block)
         return reducing
 
