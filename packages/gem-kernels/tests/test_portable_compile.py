@@ -22,18 +22,25 @@ WORDS = dict(scale="fp32", norm="fp32", eps="fp32", rope="*fp32", offsets="*i64"
              lse="*fp32", delta="*fp32", sums="*fp32", dgamma="*fp32", dbeta="*fp32", packed="*i32", other="*i32")
 NUMBERS = set("rows heads kv_heads total tokens max_length max_q max_k tiles steps limit seeds splits rows_per_run window row_group".split())
 NUMBERS.add("head_group")
+RAGGED = "q k v dout out_desc dq_desc dk_desc dv_desc".split()
 DESCRIBED = {"x": "tensordesc<bf16[64, 32]>", "weight": "tensordesc<bf16[64, 32]>", "out": "tensordesc<bf16[64, 64]>"}
 
 def word(name, described):
     if described and name in DESCRIBED:
         return DESCRIBED[name]
+    if engine and name in RAGGED:
+        return "tensordesc<bf16[1, 1, 64, 64]>"
     if name == "total" and op == "norm_linear.rows":
         return "*bf16"
     if name in NUMBERS or "_" in name and name.rsplit("_", 1)[-1] in ("token", "head", "row", "seed", "stride", "in", "out"):
         return "i32"
     return WORDS.get(name, "*bf16")
 
-op, kernels = sys.argv[1], sys.argv[2:]
+op, _, engine = sys.argv[1].partition(" ")
+kernels = sys.argv[2:]
+if engine:
+    SIZES = {name: value for name, value in SIZES.items() if name not in RAGGED}
+    SIZES |= dict(ENGINE=True, STAGES=3, ROPE=False, NORM=False, ROPE_V=False)
 module = import_module(f"gem_kernels.ops.{op}")
 for kernel in (getattr(module, name + "_kernel") for name in kernels):
     fixed = {n: v for n, v in SIZES.items() if n in kernel.arg_names}
@@ -42,10 +49,12 @@ for kernel in (getattr(module, name + "_kernel") for name in kernels):
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=dict(num_warps=4, num_stages=2))
     assert compiled.asm["cubin"]
+    assert ("cp.async.bulk.tensor" in compiled.asm["ptx"]) == bool(engine or op == "norm_linear.triton")
     print(kernel.fn.__name__, "wgmma" in compiled.asm["ptx"])
 """
 KERNELS = {
     "block_attention.triton": ("forward", "backward"),
+    "block_attention.triton engine": ("forward", "backward"),
     "hstu_attention.triton": ("forward", "query_grad", "key_grad", "bias_grad"),
     "pooled_attention.triton": ("forward", "query_grad", "key_grad"),
     "norm_linear.triton": ("after", "before"),
