@@ -158,6 +158,22 @@ def test_work_beside_a_collective_knows_whether_it_was_beside_it_all_the_time(mo
     assert len(calls) == 3
 
 
+def test_a_backend_that_fails_does_not_lose_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(backend: str, tier: bench.Tier) -> list[bench.Way]:
+        if backend == "copy_engine":
+            raise RuntimeError("no symmetric memory\nand much more")
+        return [bench.Way(what="all_gather", backend=backend, tier=tier, call=lambda whole, part: None)]
+
+    tier = bench.Tier(name="host", group=None, here=HOST)  # type: ignore[arg-type]
+    monkeypatch.setattr(bench, "tiers", lambda device: [tier])
+    monkeypatch.setattr(bench, "ways", broken)
+    monkeypatch.setattr(bench, "beside", lambda way, device, repeats: {"slowdown_pct": 1.0})
+    monkeypatch.setattr(bench, "slowest", lambda seconds: seconds)
+    rows = list(bench._rows(torch.device("cpu"), ["copy_engine", "default"], [1024], 1))
+    assert rows[0] == {"backend": "copy_engine", "tier": "host", "what": "-", "note": "failed: no symmetric memory"}
+    assert [row.get("bytes", row.get("slowdown_pct")) for row in rows[1:]] == [1024, 1.0]
+
+
 def test_one_process_cannot_measure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     with pytest.raises(RequestError, match="torchrun --nproc-per-node 2"):

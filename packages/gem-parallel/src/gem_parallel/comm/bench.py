@@ -96,11 +96,22 @@ def _rows(device: torch.device, backends: Sequence[str], sizes: Sequence[int], r
             if reasons := why_not(backend, tier.here):
                 yield {**about, "what": "-", "note": "; ".join(reasons)}
                 continue
-            for way in ways(backend, tier):
-                for size in sizes:
-                    seconds = slowest(statistics.median(timed(way, size, device, repeats)))
-                    yield {**about, "what": way.what, "bytes": size, "ms": 1e3 * seconds, "gbps": link_bytes(size, tier.here.ranks) / seconds / 1e9}
-                yield {**about, "what": way.what, **beside(way, device, repeats)}
+            try:
+                for way in ways(backend, tier):
+                    yield from ({**about, "what": way.what, **row} for row in _of_way(way, sizes, device, repeats))
+            except RuntimeError as error:  # one backend's failure, the same on every rank, does not lose the table
+                yield {**about, "what": "-", "note": f"failed: {_first_line(error)}"}
+
+
+def _of_way(way: Way, sizes: Sequence[int], device: torch.device, repeats: int) -> Iterator[dict[str, Any]]:
+    for size in sizes:
+        seconds = slowest(statistics.median(timed(way, size, device, repeats)))
+        yield {"bytes": size, "ms": 1e3 * seconds, "gbps": link_bytes(size, way.tier.here.ranks) / seconds / 1e9}
+    yield beside(way, device, repeats)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def tiers(device: torch.device) -> list[Tier]:
@@ -194,7 +205,10 @@ def beside(way: Way, device: torch.device, repeats: int) -> dict[str, Any]:
     if slowest(1.0 - covered) > 0:
         row["note"] = "the collective ended before the products did: the slowdown is a lower bound"
     if device.type == "cuda":
-        row["sms"] = int(slowest(float(SmCount(device).taken(crowd))))
+        try:
+            row["sms"] = int(slowest(float(SmCount(device).taken(crowd))))
+        except RuntimeError as error:  # of the probe's compilation, which needs NVRTC
+            row["note"] = f"{row.get('note', '')} SMs not counted: {_first_line(error)}".strip()
     return row
 
 
