@@ -86,6 +86,8 @@ def test_weights_that_stay_are_gathered_once() -> None:
     assert again.sent["weights: gather"] == 4 * (5_000 + 2 * 30_000) / 2
     assert kept.sent["weights: gather"] == 4 * (5_000 + 30_000) / 2
     assert again.sent["gradients: scatter"] == kept.sent["gradients: scatter"] == 4 * 35_000 / 2
+    some = step_of(2, model(3), tables=False, fsdp={"keep": ["layers.[01]"]})
+    assert some.sent["weights: gather"] == 4 * (5_000 + 30_000 + 10_000) / 2
     narrow = step_of(2, model(3), tables=False, fsdp={"payload": "bf16", "reduce_dtype": "bf16"})
     assert narrow.sent["weights: gather"] == again.sent["weights: gather"] / 2
     assert narrow.sent["gradients: scatter"] == again.sent["gradients: scatter"] / 2
@@ -252,6 +254,10 @@ def test_memory_by_hand() -> None:
     assert memory["gathered"] == MASTER * (5_000 + 2 * whole) + GRADIENT * whole
     assert memory["activations"] == 32 * 10_000
     assert memory["joined batches"] == 32 * 2 * 4 * 80
+    stay = memory_of(dense_in(layout_of(8, replicate=2, expert=2), facts, {"keep": ["layers.0"]}), facts, 32.0)
+    assert stay == memory  # two blocks: one stays, and the other is at work
+    whole_model = memory_of(dense_in(layout_of(8), model(4), {"reshard": False}), model(4), 32.0)
+    assert whole_model["gathered"] == MASTER * 45_000 + GRADIENT * 10_000
     copies = memory_of(dense_in(layout_of(8), facts, None), facts, 32.0)
     assert copies == {"weights": 4 * 25_000, "gradients": 4 * 25_000, "optimiser": 8 * 25_000, "activations": 32 * 10_000}
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from typing import Any
 
 from gem_core.spec import BlockFacts, ModelFacts, RequestError, Topology
@@ -9,6 +10,8 @@ from gem_parallel.mesh import Layout, layout_of, nearest_degrees
 
 WIDTHS = {"fp32": 4, "bf16": 2, "fp16": 2, "fp64": 8}
 """Bytes of a number."""
+REST = "rest"
+"""Name of what stands in no block, in ``ModelFacts``."""
 MASTER, GRADIENT, ADAM = 4, 4, 8
 """Bytes of a parameter: its float32 weight, its gradient, AdamW's two moments."""
 TOUCHED = 28
@@ -22,7 +25,8 @@ class Dense:
     Args:
         layout: degrees of all axes.
         sharded: whether ``fsdp`` shards the weights; otherwise ``ddp`` copies them, those of experts apart.
-        reshard: whether weights are gathered again for backward.
+        reshard: whether weights are dropped after forward and gathered again for backward.
+        keep: patterns of names of blocks that keep theirs all the same.
         wire: bytes of a weight in an all-gather.
         reduced: bytes of a gradient in a reduce-scatter or all-reduce.
         acts: bytes of an activation between experts.
@@ -31,9 +35,14 @@ class Dense:
     layout: Layout
     sharded: bool
     reshard: bool
+    keep: tuple[str, ...]
     wire: int
     reduced: int
     acts: int
+
+    def dropped(self, block: BlockFacts) -> bool:
+        """Whether a block's weights are gathered again for backward; those outside blocks are needed at both ends of a step and stay."""
+        return self.reshard and block.name != REST and not any(fnmatchcase(block.name, pattern) for pattern in self.keep)
 
     def ordinary_shards(self) -> int:
         """Over how many ranks weights are spread that belong to no expert."""
@@ -72,6 +81,7 @@ def dense_in(layout: Layout, model: ModelFacts, fsdp: Mapping[str, Any] | None) 
         layout=layout,
         sharded=fsdp is not None,
         reshard=bool(options.get("reshard", True)),
+        keep=tuple(options.get("keep", ())),
         wire=WIDTHS[options.get("payload", "fp32")],
         reduced=WIDTHS[options.get("reduce_dtype", "fp32")],
         acts=WIDTHS.get(model.dtype, 4),
@@ -91,14 +101,15 @@ def check_experts(model: ModelFacts, degree: int) -> None:
 def memory_of(dense: Dense, model: ModelFacts, rows: float) -> dict[str, float]:
     """Bytes of a rank by what they are for, tables not included.
 
-    Weights, gradients and AdamW's moments are exact. ``gathered`` is the weights that are whole at once: those outside blocks, the block at work and
-    the one that is gathered behind it, with the gradients of a block before they are scattered. Activations are ``rows`` times what was measured.
+    Weights, gradients and AdamW's moments are exact. ``gathered`` is the weights that are whole at once: those that stay, the block at work and the
+    one that is gathered behind it, with the gradients of a block before they are scattered. Activations are ``rows`` times what was measured.
     """
     kept = sum(dense.kept(block) for block in model.blocks)
     memory = {"weights": MASTER * kept, "gradients": GRADIENT * kept, "optimiser": ADAM * kept}
     if dense.sharded and dense.layout.shard * dense.layout.expert > 1:
-        wholes = sorted((dense.whole(block) for block in model.blocks[1:]), reverse=True)
-        memory["gathered"] = MASTER * (dense.whole(model.blocks[0]) + sum(wholes[:2])) + GRADIENT * sum(wholes[:1])
+        stay = sum(dense.whole(block) for block in model.blocks if not dense.dropped(block))
+        wholes = sorted((dense.whole(block) for block in model.blocks if dense.dropped(block)), reverse=True)
+        memory["gathered"] = MASTER * (stay + sum(wholes[:2])) + GRADIENT * max(dense.whole(block) for block in model.blocks)
     memory["activations"] = rows * sum(block.saved for block in model.blocks)
     if dense.layout.expert > 1:
         memory["joined batches"] = rows * dense.layout.expert * dense.acts * max(sum(block.expert_numbers) for block in model.blocks)

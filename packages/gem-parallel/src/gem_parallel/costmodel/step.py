@@ -12,7 +12,6 @@ A step ends when the last rank is done.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -22,6 +21,7 @@ from gem_parallel.costmodel.clock import Clocks, Running, Times
 from gem_parallel.costmodel.collectives import Group, Links, gathered_bytes, group_along
 from gem_parallel.costmodel.dense import MASTER, TOUCHED, Dense
 from gem_parallel.costmodel.sparse import Phase, moves
+from gem_parallel.mesh import Part
 
 FORWARD, BACKWARD = 1, 2
 """Model FLOPs of a direction, in forwards."""
@@ -93,7 +93,7 @@ class Step:
             raise RequestError("a cost model of this machine", so, "Name a machine: --machine h200, or a file that describes yours.")
         return figure
 
-    def _group(self, part: Any, axes: tuple[int, ...]) -> Group:
+    def _group(self, part: Part, axes: tuple[int, ...]) -> Group:
         return group_along(self._topology, self._dense.layout, part, axes)
 
     def outcome(self) -> Outcome:
@@ -204,9 +204,9 @@ class Step:
             self._block(clocks, block, FORWARD)
 
     def _backward(self, clocks: Clocks) -> list[Running]:
-        """Returns the reductions under way. What stands outside blocks keeps its weights, and so does a block that is not resharded."""
+        """Returns the reductions under way."""
         order = list(reversed(self._model.blocks))
-        again = [self._dense.reshard and block is not self._model.blocks[0] for block in order]
+        again = [self._dense.dropped(block) for block in order]
         reducing: list[Running] = []
         gathering = self._weights(clocks, GATHER, order[0], self._dense.wire) if again[0] else None
         for i, block in enumerate(order):
