@@ -6,6 +6,7 @@ slower after a few calls is timed no further.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from statistics import mean
 from typing import Annotated, Any
 
 import typer
@@ -14,6 +15,8 @@ from gem_core.spec import MachineError, RequestError
 from gem_kernels.bench.shapes import BATCH, SHAPES, SHAPES_OF, VARIANTS_OF, Shape
 from gem_kernels.common import tuning
 
+Times = dict[Any, float]
+"""Milliseconds of a pass by configuration."""
 QUICK, SLOWER = 3, 1.15
 """Calls after which a configuration that takes so many times as long as the fastest one is given up."""
 SMALL_LONG, SMALL_SHORT = (600, 0, 70), (70, 0, 300)
@@ -84,19 +87,24 @@ def tune(
         raise MachineError("gem kernels tune", "there is no CUDA device", "Run it on the machine that is to be tuned.")
     gpu, kind = torch.cuda.get_device_name(), {"bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
     for name in op or known:
+        timed: dict[str, tuple[Any, dict[str, Times]]] = {}
         for place in (s for s in SHAPES_OF[name] if shape is None or s in shape):
             for variant in VARIANTS_OF.get(name, ("",)):
-                found = search(name, known[name], variant, SHAPES[place], rows, kind)
-                for key, entry, text in found:
+                for key, packaged, times, text in search(name, known[name], variant, SHAPES[place], rows, kind):
                     print(f"{name} {variant} {place}: {text}", flush=True)
-                    if entry is not None:
-                        print(f"    kept in {tuning.write(name, gpu, {key: entry})}", flush=True)
+                    if times:
+                        timed.setdefault(key, (packaged, {}))[1][f"{place} {variant}".strip()] = times
+        entries = {key: best_of(packaged, found) for key, (packaged, found) in timed.items()}
+        for key, entry in entries.items():
+            print(f"{name} {key}: {entry['config']} takes {entry['ratio']:.3f} of the package's time")
+        if entries:
+            print(f"kept in {tuning.write(name, gpu, entries)}", flush=True)
 
 
 def search(
     op: str, tunable: Tunable, variant: str, form: Shape, rows: int, dtype: Any, device: str = "cuda"
-) -> Iterator[tuple[str, tuning.Entry | None, str]]:
-    """For each direction its key, what to keep (None where the package's configuration is the fastest), and a line to print."""
+) -> Iterator[tuple[str, Any, Times, str]]:
+    """What each direction of a call gives."""
     from gem_kernels.bench.backends import resolve
     from gem_kernels.bench.workloads import build
 
@@ -107,25 +115,33 @@ def search(
         raise MachineError(f"gem kernels tune --op {op}", function, "Only the triton backend is tuned.")
     for direction in tunable.directions:
         key = tunable.key(direction, work)
-        if tunable.key(direction, small) != key:
-            yield tuning.key_text(key), None, f"{direction}: passed over, the small calls that a configuration must get right have another key"
-            continue
         packaged = tunable.packaged(key)
+        if tunable.key(direction, small) != key:
+            text = f"{direction}: passed over, the small calls that a configuration must get right have another key"
+            yield tuning.key_text(key), packaged, {}, text
+            continue
         mode = "fwd" if direction == tunable.directions[0] else "bwd"
         times, notes = candidates(op, direction, [packaged, *(c for c in tunable.space(key) if c != packaged)], function, work, small, mode)
         best = min(times, key=lambda config: times[config], default=packaged)
-        entry = tuning.entry_of(best, times[best], times[packaged]) if best != packaged and packaged in times else None
         text = f"{direction}: {len(times)} timed, best {best} {times.get(best, 0.0):.4f} ms, packaged {times.get(packaged, 0.0):.4f} ms"
-        yield tuning.key_text(key), entry, "\n    ".join([text, *notes])
+        yield tuning.key_text(key), packaged, times, "\n    ".join([text, *notes])
+
+
+def best_of(packaged: Any, found: dict[str, Times]) -> tuning.Entry:
+    """The configuration that is fastest over all shapes of a key, each shape's times over that of the package's configuration."""
+    common = set.intersection(*(set(times) for times in found.values()))
+    ratios = {config: mean(times[config] / times.get(packaged, min(times.values())) for times in found.values()) for config in common}
+    best = min(sorted(ratios, key=str), key=lambda config: ratios[config], default=packaged)
+    return tuning.entry_of(best, ratios.get(best, 1.0), sorted(found))
 
 
 def candidates(
     op: str, direction: str, configs: list[Any], function: Callable[..., Any], work: Any, small: Any, mode: str
-) -> tuple[dict[Any, float], list[str]]:
+) -> tuple[Times, list[str]]:
     """Median milliseconds of a whole pass with each configuration that runs and is right, and a note on each other one."""
     from gem_kernels.bench.measure import passes, wrong
 
-    times: dict[Any, float] = {}
+    times: Times = {}
     notes = []
     for config in configs:
         with tuning.tried(op, direction, config):

@@ -20,7 +20,7 @@ from gem_core.spec import KernelRequest, RequestError
 
 Config = TypeVar("Config")
 Entry = dict[str, Any]
-"""``config``: the fields of a configuration; ``ms`` and ``packaged_ms``: medians with it and with the package's."""
+"""``config``: the fields of a configuration; ``ratio``: its time over that of the package's, the mean over ``shapes``."""
 
 _tried: dict[tuple[str, str], Any] = {}
 """By op and direction, for the whole process: backward passes run in threads of torch's own."""
@@ -127,9 +127,9 @@ def tried(op: str, direction: str, config: Any) -> Iterator[None]:
         del _tried[op, direction]
 
 
-def entry_of(config: Any, ms: float, packaged_ms: float) -> Entry:
+def entry_of(config: Any, ratio: float, shapes: list[str]) -> Entry:
     """What a file holds for one key."""
-    return {"config": asdict(config), "ms": round(ms, 4), "packaged_ms": round(packaged_ms, 4)}
+    return {"config": asdict(config), "ratio": round(ratio, 4), "shapes": shapes}
 
 
 def where(request: KernelRequest, gpu: str) -> str:
