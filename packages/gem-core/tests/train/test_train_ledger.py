@@ -300,6 +300,28 @@ def test_steps_of_a_resumed_run_go_on_after_its_checkpoint(tmp_path: Path) -> No
     assert len(file.read_text().splitlines()) == 1
 
 
+def test_the_summary_is_over_all_windows(ticks: list[float], tmp_path: Path) -> None:
+    """Two windows of one and three steps; a ledger that saw no step says so."""
+    world = World()
+    ledger = StepLedger(world, (), steps_csv=None, tracer=Tracer(tmp_path, ()))
+    assert ledger.summary() == {"steps": 0, "parts": {}, "named": {}}
+    ledger.begin(0)
+    assert ledger.close_window() == {}
+    for number, seconds in enumerate((1.0, 2.0, 2.0, 6.0)):
+        with world.clock.phase(FORWARD):
+            ticks[0] += seconds
+        ledger.end_step(number + 1, [])
+        if number != 1 and number != 2:
+            values = ledger.close_window()
+    assert (values["step"], values["p50"]) == (pytest.approx(10 / 3), 2.0)
+    assert values["parts"] == {FORWARD: pytest.approx(10 / 3), OTHER: 0.0}
+    told = ledger.summary()
+    assert (told["steps"], told["p50"], told["parts"]) == (4, 2.0, {FORWARD: 2.75, OTHER: 0.0})
+    assert told["p99"] == pytest.approx(2 + 4 * 0.97)
+    ledger.stop()
+    assert not world.clock.open
+
+
 def test_words_name_the_largest_parts_and_the_culprit() -> None:
     assert in_words({}) == ""
     values = {"step": 2.0, "parts": {"forward": 1.0, "data": 0.6, "copy": 0.3, "other": 0.1}}

@@ -1,12 +1,15 @@
 """The step ledger of a run: it closes windows of steps, exchanges them between ranks, and writes what was asked for."""
 
 import csv
+from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from gem_core.batch import Batch
-from gem_core.train.ledger.load import CostFit, load_of
+from gem_core.train.ledger.load import CostFit, Floats, load_of
 from gem_core.train.ledger.ranks import Together, Told
 from gem_core.train.ledger.trace import Tracer
 from gem_core.train.world import World
@@ -30,7 +33,7 @@ class StepLedger:
         self._steps_csv = steps_csv if world.leads else None
         self._loads: dict[int, tuple[int, int, int]] = {}
         self._fit = CostFit()
-        self._steps, self._sums = 0, dict[str, float]()
+        self._sums, self._walls = dict[str, float](), array("d")
         self._named: dict[str, int] = {}
 
     def begin(self, step: int) -> None:
@@ -66,9 +69,10 @@ class StepLedger:
         return self._figures(together)
 
     def summary(self) -> dict[str, Any]:
-        """``steps`` seen by this process, ``parts`` (seconds of a mean step) and how many windows named whom."""
-        parts = {label: seconds / max(self._steps, 1) for label, seconds in sorted(self._sums.items(), key=lambda item: -item[1])}
-        return {"steps": self._steps, "parts": parts, "named": self._named}
+        """``steps`` seen by this process, ``parts`` (seconds of a mean step), ``p50`` and ``p99`` of all steps, how many windows named whom."""
+        steps = len(self._walls)
+        parts = {label: seconds / steps for label, seconds in sorted(self._sums.items(), key=lambda item: -item[1])}
+        return {"steps": steps, "parts": parts, **(percentiles(np.array(self._walls)) if steps else {}), "named": self._named}
 
     def stop(self) -> None:
         """Stop the clock and the recorders."""
@@ -76,10 +80,10 @@ class StepLedger:
 
     def _figures(self, together: Together) -> dict[str, Any]:
         parts, cost = together.parts(), self._fit.fit()
-        self._steps += together.count
+        self._walls.extend(together.walls)
         for label, seconds in parts.items():
             self._sums[label] = self._sums.get(label, 0.0) + seconds * together.count
-        values: dict[str, Any] = {"step": together.seconds, "parts": parts, "bound": together.bound()}
+        values: dict[str, Any] = {"step": together.seconds, **percentiles(together.walls), "parts": parts, "bound": together.bound()}
         if cost is not None:
             values["cost"] = {name: getattr(cost, name) for name in ("token", "pair", "step", "explained")}
         if self._world.size > 1:
@@ -94,6 +98,11 @@ class StepLedger:
 
     def _count(self, text: str) -> None:
         self._named[text] = self._named.get(text, 0) + 1
+
+
+def percentiles(seconds: Floats) -> dict[str, float]:
+    """Median and 99th percentile of steps."""
+    return {f"p{percent}": float(np.percentile(seconds, percent)) for percent in (50, 99)}
 
 
 def in_words(values: Mapping[str, Any]) -> str:

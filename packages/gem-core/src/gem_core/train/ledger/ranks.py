@@ -78,7 +78,7 @@ class Together:
     """A window of steps over all ranks.
 
     Args:
-        told: by rank, in rank order; every rank has the same steps.
+        told: by rank, in rank order; every rank has the same steps. At least one step is needed for anything but ``count``.
     """
 
     def __init__(self, told: Sequence[Told]) -> None:
@@ -91,7 +91,8 @@ class Together:
         self._blocked = every[:, :, 2]
         self._local = every[:, :, 1] - self._blocked
         self._wait = np.minimum(self._blocked, self._local.max(0) - self._local)
-        self.seconds = float(every[:, :, 1].mean())
+        self.walls: Floats = every[:, :, 1].mean(0)
+        self.seconds = float(self.walls.mean()) if self.count else 0.0
 
     def parts(self) -> dict[str, float]:
         """Seconds of a mean step, as means over ranks, the largest first; they add up to the step."""
