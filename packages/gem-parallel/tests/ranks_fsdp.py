@@ -25,6 +25,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "two ahead": {"prefetch": 2, "replicas": 2},
     "one kept": {"keep": ("layers.1",)},
     "bf16 payload": {"payload": "bf16"},
+    "fp8 payload": {"payload": "fp8"},
     "bf16 sums": {"reduce_dtype": "bf16", "replicas": 2},
 }
 

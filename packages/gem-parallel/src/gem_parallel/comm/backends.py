@@ -8,6 +8,8 @@ from typing import Literal, get_args
 from gem_core.spec import MachineError, RequestError
 
 BackendName = Literal["default", "low_cta", "copy_engine"]
+PayloadName = Literal["fp32", "bf16", "fp8"]
+"""Formats of weights on the wire (``gem_parallel.comm.payload``)."""
 NAMES: tuple[BackendName, ...] = get_args(BackendName)
 LOW_CTAS = 4
 """Thread blocks, each on an SM, that the low-CTA setting leaves to an NCCL collective; by itself NCCL takes up to 32."""

@@ -11,6 +11,7 @@ from torch import Tensor
 from gem_parallel.comm.backends import LOW_CTAS, Here, require
 from gem_parallel.comm.collectives import Traffic, gather_into, scatter_into
 from gem_parallel.comm.ledger import LEDGER
+from gem_parallel.comm.payload import Payload
 
 Carrier = Callable[[Tensor, Tensor], None]
 """``carrier(output, own)``: the all-gather of a backend, on the current stream."""
@@ -99,25 +100,24 @@ class GatherWeights(_Recorded):
 
     Args:
         carrier: the backend's all-gather.
-        payload: the format on the wire; weights are rounded to it and widened again on arrival. None sends them as they are.
+        payload: the format on the wire; None sends weights as they are.
     """
 
-    def __init__(self, name: str, traffic: Traffic, carrier: Carrier, payload: torch.dtype | None) -> None:
+    def __init__(self, name: str, traffic: Traffic, carrier: Carrier, payload: Payload | None) -> None:
         super().__init__(name, traffic)
         self._carrier, self._payload = carrier, payload
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False) -> None:
-        narrow = self._payload if self._payload is not None and self._payload.itemsize < input_tensor.element_size() else None
-        own = input_tensor if narrow is None else input_tensor.to(narrow)
-        target = output_tensor if narrow is None else output_tensor.new_empty(output_tensor.shape, dtype=narrow)
         ranks = group.size()
+        own = input_tensor if self._payload is None else self._payload.pack(input_tensor)
+        target = output_tensor if self._payload is None else own.new_empty(ranks * own.numel())
         sent = (ranks - 1) * own.nbytes
         self._traffic.sent["dense: weights"] += sent
         name = f"dense: weights of {self._name}"
         with LEDGER.blocking(name, "all_gather", sent, group.group_desc, ranks, own.device, stream="weights"):
             self._carrier(target, own)
-            if narrow is not None:
-                output_tensor.copy_(target)
+        if self._payload is not None:
+            self._payload.unpack(target, output_tensor, ranks)
 
 
 class ScatterGradients(_Recorded):

@@ -15,12 +15,12 @@ from gem_core.spec import ParallelContext, RequestError, Topology
 from gem_parallel.comm.backends import Here, set_environment
 from gem_parallel.comm.collectives import Traffic
 from gem_parallel.comm.ledger import LEDGER
+from gem_parallel.comm.payload import PAYLOADS
 from gem_parallel.comm.transport import Carrier, GatherWeights, ScatterGradients, carrier_of
 from gem_parallel.comm.waits import GradientWaits, WeightWaits
 from gem_parallel.dense.experts import Placement, placement_of
 from gem_parallel.mesh import device_mesh, layout_of
 
-BF16 = {"fp32": None, "bf16": torch.bfloat16}
 ROOT = "the rest"
 
 
@@ -51,7 +51,7 @@ class FullyShard:
         reshard: drop a block's weights after its forward and gather them again for backward. Without, they stay: more memory, half the gathers.
         keep: patterns of names of blocks that keep their weights all the same.
         prefetch: blocks gathered ahead of the one that computes in forward, in the model's order.
-        payload: format of the weights between ranks, ``fp32`` or ``bf16``.
+        payload: format of the weights between ranks (``gem_parallel.comm.payload``).
         reduce_dtype: format in which gradients are summed between ranks.
         comm: backend that carries the weights (``gem_parallel.comm.backends``).
         reserved_sms: SMs that persistent kernels leave free.
@@ -124,12 +124,12 @@ class FullyShard:
         words: dict[str, Any] = {
             "mesh": mesh if replicas > 1 else mesh["dense_shard"],
             "reshard_after_forward": self._reshard and not kept and unit.name != ROOT,  # the root is needed at both ends of the step
-            "mp_policy": MixedPrecisionPolicy(reduce_dtype=BF16[self._reduce], cast_forward_inputs=False),
+            "mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.bfloat16 if self._reduce == "bf16" else None, cast_forward_inputs=False),
             "ignored_params": placement.absent,
         }
         fully_shard(unit.modules if len(unit.modules) > 1 else unit.modules[0], **words)
         scatter = ScatterGradients(unit.name, self.traffic, replicas)
-        unit.fsdp.set_custom_all_gather(GatherWeights(unit.name, self.traffic, carrier, BF16[self._payload]))
+        unit.fsdp.set_custom_all_gather(GatherWeights(unit.name, self.traffic, carrier, PAYLOADS[self._payload]))
         unit.fsdp.set_custom_reduce_scatter(scatter)
         if replicas > 1:
             unit.fsdp.set_all_reduce_hook(scatter.replicas_reduced)

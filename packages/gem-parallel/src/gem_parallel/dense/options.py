@@ -4,9 +4,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from gem_parallel.comm.backends import BackendName
-
-Wire = Literal["fp32", "bf16"]
+from gem_parallel.comm.backends import BackendName, PayloadName
 
 
 class ExpertOptions(BaseModel):
@@ -31,9 +29,9 @@ class FsdpOptions(BaseModel):
     """Blocks that keep their weights although ``reshard`` is on, by name; ``*`` and ``?`` as in a shell."""
     prefetch: int = Field(default=1, ge=0, strict=True)
     """Blocks gathered ahead of the one that computes in forward, in the model's order. Backward it is always one, in the reverse order."""
-    payload: Wire = "fp32"
-    """Format of weights between ranks. ``bf16`` halves their bytes; what computes is float32 rounded to bf16."""
-    reduce_dtype: Wire = "fp32"
+    payload: PayloadName = "fp32"
+    """Format of weights between ranks: ``bf16``, or ``fp8`` with a scale for each 128 values. Blocks compute with the rounded weights, in float32."""
+    reduce_dtype: Literal["fp32", "bf16"] = "fp32"
     """Format in which gradients are summed between ranks."""
     comm: BackendName = "default"
     """What carries the weights: ``default`` (NCCL or gloo), ``low_cta`` (NCCL in few blocks), ``copy_engine`` (no SMs)."""
