@@ -15,10 +15,7 @@ from gem_core.spec import KernelRequest, KernelUnavailable, MachineError
 from gem_core.testing import conformance_suite, registry
 from gem_core.testing.conformance import make_plan
 from gem_core.testing.trial import check
-from gem_kernels.adapters import ADAPTERS
 from gem_kernels.ops import fa4, fbgemm, flex, limits, packed, varlen
-
-FEATURES = set(ADAPTERS[0].features)
 
 TestJaggedPadFbgemm = conformance_suite("jagged_pad", backend="fbgemm", device="cpu")
 TestJaggedUnpadFbgemm = conformance_suite("jagged_unpad", backend="fbgemm", device="cpu")
@@ -107,6 +104,13 @@ def test_heads_that_are_too_wide_are_refused():
     for module, name in ((varlen, "varlen"), (fa4, "fa4")):
         with pytest.raises(KernelUnavailable, match=rf"'{name}'.*head size 264"):
             module.jagged_attention(x, x, x, offsets, offsets, max_q=2, max_k=2)
+
+
+@pytest.mark.parametrize("module", [varlen, fa4, flex], ids=lambda module: module.__name__)
+def test_a_bias_is_refused_and_not_left_out(module):
+    x, offsets = torch.zeros(2, 1, 16), torch.tensor([0, 2])
+    with pytest.raises(KernelUnavailable, match="takes no bias"):
+        module.jagged_attention(x, x, x, offsets, offsets, max_q=2, max_k=2, bias=torch.zeros(1, 1, 2, 2))
 
 
 # ---- FlexAttention --------------------------------------------------------------------------------------------------------------------

@@ -59,17 +59,19 @@ def test_a_backend_that_does_not_fit_says_why_and_gets_no_row(tmp_path, capsys):
 
 
 @CPU
-@pytest.mark.parametrize("fault", ["output", "gradient"])
+@pytest.mark.parametrize("fault", ["output", "gradient", "exception"])
 def test_no_speed_is_reported_for_a_backend_that_is_wrong(fault, tmp_path, capsys):
     from gem_core.ops.gdpa import reference
 
     def wrong(q, **options):
+        if fault == "exception":
+            raise RuntimeError("no such tile\nof this compiler")
         out = reference(q, **options)
         return out * 1.01 if fault == "output" else out + (q - q.detach()) * 0.1
 
     with patch("gem_kernels.bench.backends.kernel", lambda request, backend: wrong):
         run(op=["gdpa"], backend=["triton"], csv_file=tmp_path / "rows.csv")
-    assert "no speed: result" in capsys.readouterr().out
+    assert {"exception": "no speed: RuntimeError: no such tile"}.get(fault, "no speed: result") in capsys.readouterr().out
     with (tmp_path / "rows.csv").open() as file:
         assert list(csv.DictReader(file)) == []
 

@@ -2,7 +2,7 @@
 
 import csv
 import datetime
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -85,7 +85,7 @@ def _rows(op: str, variant: str, shape: str, dtype: str, only: list[str] | None,
         if isinstance(function, str):
             yield {**row, "note": " ".join(function.split())}
             continue
-        fault = None if name in peers else wrong(function, small)
+        fault = None if name in peers else _fault(wrong, function, small)
         if fault:
             yield {**row, "note": f"no speed: {fault}"}
             continue
@@ -94,6 +94,14 @@ def _rows(op: str, variant: str, shape: str, dtype: str, only: list[str] | None,
                 yield {**row, "mode": mode, **measure(function, work, mode)}
             except torch.OutOfMemoryError:
                 yield {**row, "mode": mode, "note": "out of memory"}
+
+
+def _fault(wrong: Callable[..., str | None], function: Callable[..., Any], small: Any) -> str | None:
+    """What is wrong on a small call. An adapter may fail in what others compile for it, which is no reason to time nothing else."""
+    try:
+        return wrong(function, small)
+    except Exception as error:
+        return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
 
 
 def machine() -> dict[str, str]:

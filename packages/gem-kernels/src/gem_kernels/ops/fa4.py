@@ -12,10 +12,10 @@ def jagged_attention(q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor | None, 
     """Softmax attention within rows; shapes and meaning are those of ``gem_core.ops.jagged_attention``, without a bias.
 
     Raises:
-        KernelUnavailable: a head is too wide.
+        KernelUnavailable: there is a bias, or a head is too wide.
         MachineError: flash-attn-4 is missing or does not load.
     """
-    return attend(q, k, v, q_offsets, k_offsets, function=_function, backend="fa4", **{n: o for n, o in options.items() if n != "bias"})
+    return attend(q, k, v, q_offsets, k_offsets, function=_function, backend="fa4", **options)
 
 
 def _function(

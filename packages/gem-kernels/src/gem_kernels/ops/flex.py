@@ -14,6 +14,7 @@ from torch import Tensor
 
 from gem_core.ops.jagged_attention import reference
 from gem_core.ops.padded import Padding, own_precision
+from gem_kernels.ops.packed import refuse_bias
 
 NARROWEST = 16
 """Smallest head size that FlexAttention multiplies."""
@@ -37,7 +38,12 @@ def jagged_attention(
     bias: Tensor | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Softmax attention within rows; shapes and meaning are those of ``gem_core.ops.jagged_attention``, without a bias."""
+    """Softmax attention within rows; shapes and meaning are those of ``gem_core.ops.jagged_attention``.
+
+    Raises:
+        KernelUnavailable: there is a bias.
+    """
+    refuse_bias("flex", bias)
     if 0 in (k_offsets.shape[0] - 1, max_q, max_k, q.shape[0], k.shape[0]):  # no query sees a key: there is nothing to compute
         options: dict[str, Any] = {"scale": scale, "causal": causal, "window": window, "return_lse": return_lse}
         return reference(q, k, v, q_offsets, k_offsets, max_q=max_q, max_k=max_k, **options)

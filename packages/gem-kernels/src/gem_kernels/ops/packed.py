@@ -39,6 +39,12 @@ class Together(Padding):
         self.token = tokens.new_full((total + 1,), total).scatter_(0, self.slot, tokens)[:-1]
 
 
+def refuse_bias(backend: str, bias: Tensor | None) -> None:
+    """No adapter adds one to the scores."""
+    if bias is not None:
+        raise KernelUnavailable(f"jagged_attention with backend {backend!r}", "it takes no bias", "Use backend='triton'.")
+
+
 @own_precision
 def attend(
     q: Tensor,
@@ -54,13 +60,15 @@ def attend(
     scale: float | None = None,
     causal: bool = False,
     window: int | None = None,
+    bias: Tensor | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """A call of ``jagged_attention`` by ``function``; shapes and meaning are those of ``gem_core.ops.jagged_attention``.
 
     Raises:
-        KernelUnavailable: a head is too wide.
+        KernelUnavailable: there is a bias, or a head is too wide.
     """
+    refuse_bias(backend, bias)
     options: dict[str, Any] = {"scale": scale, "causal": causal, "window": window, "return_lse": return_lse}
     rows, dim, v_dim = k_offsets.shape[0] - 1, q.shape[-1], v.shape[-1]
     if max(dim, v_dim) > MAX_WIDTH:
