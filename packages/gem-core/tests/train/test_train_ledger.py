@@ -1,8 +1,9 @@
 """The step ledger on one rank and on made-up ranks: parts add up, waits and transfers are told apart, the right one is named, and its own cost."""
 
 import csv
+import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,9 @@ from test_train_step import learner_of, work_of
 
 from gem_core.batch import Jagged
 from gem_core.builtin.recorder import Recorder
+from gem_core.config.load import LoadedConfig
+from gem_core.spec import RequestError
+from gem_core.train.compose import compose
 from gem_core.train.ledger.clock import AGREE, BACKWARD, COPY, DATA, FORWARD, OPTIMISER, OTHER, PAUSED, TABLES, Clock, Exchanged, StepTimes
 from gem_core.train.ledger.keeper import COLUMNS, StepLedger, append_steps, in_words, open_steps
 from gem_core.train.ledger.load import Cost, CostFit, load_of
@@ -320,6 +324,31 @@ def test_the_summary_is_over_all_windows(ticks: list[float], tmp_path: Path) -> 
     assert told["p99"] == pytest.approx(2 + 4 * 0.97)
     ledger.stop()
     assert not world.clock.open
+
+
+def test_steps_are_traced_one_file_each_with_phases_as_ranges(tmp_path: Path) -> None:
+    """Also two in a row; a step that has begun when the run ends is dropped."""
+    world = World()
+    ledger = StepLedger(world, (), steps_csv=None, tracer=Tracer(tmp_path, (2, 3, 5)))
+    ledger.begin(0)
+    for step in range(1, 5):
+        with world.clock.phase(f"phase of step {step}"):
+            torch.ones(3) + 1
+        ledger.end_step(step, [])
+    ledger.stop()
+    assert sorted(path.name for path in (tmp_path / "trace").iterdir()) == ["step-2-rank-0.json", "step-3-rank-0.json"]
+    for step in (2, 3):
+        events = json.loads((tmp_path / "trace" / f"step-{step}-rank-0.json").read_text())["traceEvents"]
+        names = {event.get("name", "") for event in events}
+        assert {name for name in names if name.startswith("phase of")} == {f"phase of step {step}"}
+        assert "aten::add" in names
+    assert not torch.autograd._profiler_enabled()
+
+
+def test_case_H10_a_step_that_never_comes_is_not_traced(configure: Callable[..., LoadedConfig], tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match=r"train.trace with steps \[13\]: the run ends with step 12"):
+        compose(configure("train.trace=[3,13]"))
+    assert not (tmp_path / "run").exists()
 
 
 def test_words_name_the_largest_parts_and_the_culprit() -> None:

@@ -165,6 +165,8 @@ def _data(run: Run) -> None:
             raise RequestError(f"the {split} split of {data.source!r}", "it has no rows", "Choose other data options.")
     if run.training and run.saved is not None:
         restore.check_same_data(run.saved.about, run.source)
+    if late := [step for step in run.config.train.trace if step > run.total_steps]:
+        raise RequestError(f"train.trace with steps {late}", f"the run ends with step {run.total_steps}", "Name earlier ones.")
 
 
 def _model_on_meta(run: Run) -> None:

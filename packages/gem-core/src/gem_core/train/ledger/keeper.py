@@ -75,7 +75,8 @@ class StepLedger:
         return {"steps": steps, "parts": parts, **(percentiles(np.array(self._walls)) if steps else {}), "named": self._named}
 
     def stop(self) -> None:
-        """Stop the clock and the recorders."""
+        """Stop the clock, the recorders and the profiler."""
+        self._tracer.drop()
         self._world.clock.stop()
 
     def _figures(self, together: Together) -> dict[str, Any]:

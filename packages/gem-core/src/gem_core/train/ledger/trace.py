@@ -44,3 +44,9 @@ class Tracer:
             self._folder.mkdir(parents=True, exist_ok=True)
             self._profiler.export_chrome_trace(str(self._folder / f"step-{step}-rank-{world.rank}.json"))
         self._profiler = None
+
+    def drop(self) -> None:
+        """The run is over: a step that has begun to be traced will not end."""
+        if self._profiler is not None:
+            self._profiler.stop()
+            self._profiler = None
