@@ -1,5 +1,7 @@
 """Limits, index arithmetic and masks counts that every op and backend shares."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -7,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gem_core.batch import lengths_to_offsets
-from gem_core.ops import gdpa, jagged_pad
-from gem_core.ops.checks import INT32_MAX, check_grid, check_index_range, check_rows
+from gem_core.ops import gdpa, jagged_attention, jagged_pad
+from gem_core.ops.checks import INT32_MAX, check_grid, check_index_range, check_rows, contents_checked
 from gem_core.ops.hstu_attention import visible as hstu_visible
 from gem_core.ops.jagged import pad_reference
 from gem_core.ops.masks import block_pairs, hstu_pairs, pairs, visible
@@ -133,3 +135,40 @@ def test_slots_and_tokens_are_inverse(lengths, limit):
     assert int((rows.token < total).sum()) == len(kept)
     assert rows.cut == (len(kept) < total)
     assert rows.is_cut().tolist() == [t not in kept for t in range(total)]
+
+
+def on(device):
+    return SimpleNamespace(device=torch.device(device))
+
+
+@pytest.mark.parametrize(("value", "on_cuda"), [(None, False), ("", False), ("full", True)])
+def test_offsets_on_a_gpu_are_checked_where_that_is_asked(monkeypatch, value, on_cuda):
+    if value is None:
+        monkeypatch.delenv("GEM_CHECK", raising=False)
+    else:
+        monkeypatch.setenv("GEM_CHECK", value)
+    assert contents_checked(on("cpu"))
+    assert contents_checked(on("cuda")) is on_cuda
+    assert not contents_checked(on("meta"))
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert not contents_checked(on("cuda"))
+
+
+def test_another_word_for_the_checks_is_refused(monkeypatch):
+    monkeypatch.setenv("GEM_CHECK", "ful")
+    with pytest.raises(RequestError, match="GEM_CHECK='ful': the only value is full"):
+        contents_checked(on("cuda"))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize(
+    ("offsets", "message"),
+    [([0, 3, 2, 5], "offsets fall from 3 to 2"), ([1, 2, 3, 5], "the first offset is 1"), ([0, 1, 2, 4], "last offset 4 but 5 values")],
+)
+def test_bad_offsets_on_a_gpu_are_named_before_the_launch(monkeypatch, offsets, message):
+    q = torch.randn(5, 2, 32, device="cuda")
+    given = torch.tensor(offsets, device="cuda")
+    monkeypatch.setenv("GEM_CHECK", "full")
+    with pytest.raises(RequestError, match=message):
+        jagged_attention(q, q, q, given, given, max_q=5, max_k=5)

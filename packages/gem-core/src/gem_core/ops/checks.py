@@ -1,9 +1,10 @@
 """Checks that run before any work, shared by every op and free for backends to use.
 
 Shapes and dtypes are always checked. The contents of offsets are checked where reading them costs no synchronisation: on the CPU, outside a compiled
-region.
+region. With ``GEM_CHECK=full`` they are checked on a GPU too, which then waits for the host in every call.
 """
 
+import os
 from typing import NoReturn
 
 import torch
@@ -47,6 +48,20 @@ def contents_readable(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
+def contents_checked(tensor: Tensor) -> bool:
+    """Whether values of ``tensor`` are to be checked: where they are readable, and with ``GEM_CHECK=full`` on any device that has them.
+
+    Raises:
+        RequestError: ``GEM_CHECK`` is set to anything else.
+    """
+    if tensor.device.type == "cpu" or torch.compiler.is_compiling():
+        return contents_readable(tensor)
+    asked = os.environ.get("GEM_CHECK", "")
+    if asked not in ("", "full"):
+        raise RequestError(f"GEM_CHECK={asked!r}", "the only value is full", "Write GEM_CHECK=full, or leave it out.")
+    return asked == "full" and tensor.device.type != "meta"
+
+
 def check_tensors(op: str, lead: Tensor, others: dict[str, Tensor | None], *, integers: bool = False) -> None:
     """All tensors share the dtype and device of ``lead``, and the dtype is one an op can carry."""
     known = DTYPE_NAMES if integers else FLOAT_NAMES
@@ -83,7 +98,7 @@ def check_rows(op: str, name: str, offsets: Tensor, values: Tensor, max_length: 
         name: name of the jagged tensor, for messages.
         offsets: its offsets.
         values: its values.
-        max_length: host integer that no row may exceed (checked where offsets are readable); None leaves it unchecked.
+        max_length: host integer that no row may exceed (checked where the contents of offsets are); None leaves it unchecked.
         cut: rows longer than ``max_length`` are wanted.
     """
     if offsets.dtype != torch.int64 or offsets.dim() != 1 or offsets.numel() < 1:
@@ -97,7 +112,7 @@ def check_rows(op: str, name: str, offsets: Tensor, values: Tensor, max_length: 
     rows = offsets.numel() - 1
     check_index_range(values.shape[0], f"values of {name} in {op}")
     check_index_range(rows * (max_length or 1), f"rows times longest row of {name} in {op}")
-    if contents_readable(offsets):
+    if contents_checked(offsets):
         check_offsets(offsets, values.shape[0], name)
         if rows and max_length is not None and not cut:
             longest = int(offsets.diff().max())

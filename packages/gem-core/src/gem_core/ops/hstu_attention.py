@@ -13,7 +13,7 @@ from gem_core.ops.checks import (
     check_shape,
     check_tensors,
     check_window,
-    contents_readable,
+    contents_checked,
     refuse,
 )
 from gem_core.ops.dispatch import make_request, run
@@ -127,7 +127,7 @@ def _check_parts(op: str, offsets: Tensor, contextual: Tensor | None, targets: T
     parts = [(name, part) for name, part in (("contextual", contextual), ("targets", targets)) if part is not None]
     for name, part in parts:
         check_row_counts(op, name, part, rows, like)
-    if not parts or not rows or not contents_readable(offsets):
+    if not parts or not rows or not contents_checked(offsets):
         return
     lengths, taken = offsets.diff(), torch.zeros_like(offsets[1:])
     for name, part in parts:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gem_core.ops import masks
-from gem_core.ops.checks import check_rank, check_rows, check_shape, check_tensors, contents_readable, refuse
+from gem_core.ops.checks import check_rank, check_rows, check_shape, check_tensors, contents_checked, contents_readable, refuse
 from gem_core.ops.dispatch import make_request, run
 from gem_core.ops.padded import Padding, move, own_precision, widen
 from gem_core.spec.kernels import KernelRequest
@@ -101,7 +101,7 @@ def split_check(values: Tensor, offsets: Tensor, part_offsets: Sequence[Tensor],
         refuse(op, "part_offsets are not all int64 of the shape and device of offsets", f"Give one or more int64 [{offsets.numel()}].")
     if totals is not None and (len(totals) != len(part_offsets) or sum(totals) != values.shape[0]):
         refuse(op, f"totals are {list(totals)} for {len(part_offsets)} parts of {values.shape[0]} values", "Give the number of values of each part.")
-    if contents_readable(offsets):
+    if contents_checked(offsets):
         wrong = (torch.stack(list(part_offsets)).sum(0) != offsets).nonzero()
         falls = any(int(p[0]) != 0 or bool((p.diff() < 0).any()) for p in part_offsets)
         if wrong.numel() or falls:

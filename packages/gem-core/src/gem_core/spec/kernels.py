@@ -87,8 +87,8 @@ class KernelImpl:
         variant: a further name when one backend has several implementations of one op.
         check: optional ``module:function(request) -> list of reasons`` for what data cannot express.
         requires: distributions that must be importable, by import name.
-        configuration: optional ``module:function(request, gpu) -> str`` that says, for tables, where the kernel's launch configurations come from on the
-            GPU of that name; it imports nothing heavy.
+        configuration: optional ``module:function(request, gpu) -> str`` that says, for tables, where the kernel's launch configurations come from on
+            the GPU of that name; it imports nothing heavy.
         summary: one line for tables.
     """
 

@@ -112,8 +112,8 @@ class StepRequest:
         topology: the machine and the number of ranks.
         model: the dense part.
         batch: what a rank looks up.
-        tables: the embedding engine's plan for a number of table replicas. MachineError where the tables do not fit, RequestError where the engine has
-            no such layout.
+        tables: the embedding engine's plan for a number of table replicas. MachineError where the tables do not fit, RequestError where the engine
+            has no such layout.
         table_replicas: the configured number.
         strategies: options by the name of each configured strategy.
         best: with 0 the configured layout is evaluated; otherwise so many of the best layouts are looked for.

@@ -102,7 +102,7 @@ def write_safetensors(path: Path, shapes: Shapes, load: Callable[[str], Tensor])
 
 def _write(file: Any, digest: Any, name: str, tensor: Tensor) -> None:
     """Check, hash and write a block at a time, so that a block comes from memory once and from the processor's cache after that."""
-    for part in tensor.contiguous().view(-1).split(_BLOCK // tensor.element_size()):
+    for part in torch.split(tensor.contiguous().view(-1), _BLOCK // tensor.element_size()):
         _refuse_non_finite(name, part)
         block = _bytes_of(part)
         digest.update(block)
