@@ -31,11 +31,12 @@ def test_losses_and_weights_are_those_of_the_layout_alone(ranks: list[dict[str, 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_all_ranks_plan_the_same(ranks: list[dict[str, Any]], layout: Any) -> None:
-    """Ranks have unequal rows, and at the first step equal ones: figures are the largest of any rank."""
+    """To the last digit of what each rank measured, times and speeds of copies included: figures are the largest of any rank."""
     plans = [rank["plans"][layout, "planned"] for rank in ranks]
     assert all(plan == plans[0] for plan in plans)
-    assert plans[0]["policies"] == {"layers.0": "recompute", "layers.1": "keep"}
+    assert plans[0]["policies"] == {"layers.0": "offload", "layers.1": "keep"}
     assert [block["name"] for block in plans[0]["plan"]] == ["layers.0", "layers.1"]
+    assert plans[0]["plan"][0]["extra"] > 0
     assert all(block["saved"] > 0 and block["seconds"] > 0 for block in plans[0]["plan"])
 
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from gem_parallel.memory.storing import SMALLEST, Eighths, Scope, Viewed, is_activation
+from gem_parallel.memory.storing import SMALLEST, Eighths, Scope, Viewed, bytes_in_eight_bits, is_activation
 
 
 def saved_by(function: Any, policy: str) -> tuple[Any, list[tuple[Tensor, Any]]]:
@@ -64,6 +64,15 @@ def test_eight_bits_of_zeros_and_of_what_is_not_finite() -> None:
 def test_eight_bits_take_a_quarter() -> None:
     held = Eighths(torch.ones(64, 128))
     assert held._values.nbytes + held._scale.nbytes == 64 * 128 + 4 * 64
+
+
+def test_rows_that_are_too_short_for_a_scale_each_stay() -> None:
+    """Two float32 to a row would take 3 bytes each with the scale, one would take more than before."""
+    for width, eighths in ((1, False), (2, True), (64, True)):
+        x = activation(4096, width)
+        assert isinstance(Scope("fp8").pack(x), Eighths) == eighths
+        assert bytes_in_eight_bits(x) == min(x.nbytes, x.numel() + 4 * 4096)
+    assert Scope("fp8").pack(line := activation(4096)) is line
 
 
 @pytest.mark.parametrize("policy", ["offload", "fp8"])

@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from gem_parallel.memory.storing import Eighths, Offloaded, Scope, is_activation, storage_of
+from gem_parallel.memory.storing import Eighths, Offloaded, Scope, bytes_in_eight_bits, is_activation, storage_of
 
 _TRIAL_BYTES = 1 << 24
 
@@ -61,9 +61,8 @@ class Gauge:
             saved[storage] = tensor.untyped_storage().nbytes()
             if is_activation(tensor):
                 movable.add(storage)
-                if tensor.dim() > 1:
-                    key = (storage, tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride())
-                    narrow[key] = tensor.numel() + 4 * (tensor.numel() // tensor.shape[-1])
+                key = (storage, tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride())
+                narrow[key] = bytes_in_eight_bits(tensor)
 
         begun = _now(device)
         with torch.autograd.graph.saved_tensors_hooks(pack, _never):
@@ -85,16 +84,15 @@ class Gauge:
 
 def agreed(blocks: Sequence[Measured]) -> list[Measured]:
     """The largest figures over ranks, so that all ranks plan the same. Collective where there is a process group."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return list(blocks)
-    table = torch.tensor([[b.inputs, b.saved, b.movable, b.narrow, b.seconds] for b in blocks], dtype=torch.float64)
-    dist.all_reduce(table, op=dist.ReduceOp.MAX)
-    rows = table.tolist()
+    rows = _largest([[b.inputs, b.saved, b.movable, b.narrow, b.seconds] for b in blocks])
     return [Measured(b.name, int(i), int(s), int(m), int(n), seconds) for b, (i, s, m, n, seconds) in zip(blocks, rows, strict=True)]
 
 
 def copy_speeds(device: torch.device) -> tuple[float, float]:
-    """Bytes a second that can be stored in eight bits and read again, and that travel to host memory (one way); measured on one tensor."""
+    """Bytes a second that can be stored in eight bits and read again, and that travel to host memory (one way), on the slowest rank.
+
+    Measured on one tensor. Collective where there is a process group.
+    """
     sample = torch.ones(_TRIAL_BYTES // 4096, 1024, device=device)
     best = [float("inf"), float("inf")]
     for _ in range(3):
@@ -104,7 +102,17 @@ def copy_speeds(device: torch.device) -> tuple[float, float]:
         begun = _now(device)
         Offloaded(sample, Scope("offload")).storage()
         best[1] = min(best[1], (_now(device) - begun) / 2)
-    return sample.nbytes / best[0], sample.nbytes / best[1]
+    narrowing, copying = _largest([best])[0]
+    return sample.nbytes / narrowing, sample.nbytes / copying
+
+
+def _largest(rows: list[list[float]]) -> list[list[float]]:
+    """Each figure's largest value over ranks."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return rows
+    table = torch.tensor(rows, dtype=torch.float64)
+    dist.all_reduce(table, op=dist.ReduceOp.MAX)
+    return table.tolist()
 
 
 class Alive(TorchDispatchMode):  # type: ignore[no-untyped-call]

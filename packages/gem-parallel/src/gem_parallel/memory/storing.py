@@ -20,7 +20,12 @@ def is_activation(tensor: Tensor) -> bool:
     """Whether a saved tensor may be held in another way."""
     if not (tensor.requires_grad and tensor.is_floating_point() and not tensor.is_leaf):
         return False
-    return tensor.layout == torch.strided and tensor.nbytes >= SMALLEST and not _from_leaf(tensor)
+    return tensor.layout == torch.strided and tensor.dim() > 1 and tensor.nbytes >= SMALLEST and not _from_leaf(tensor)
+
+
+def bytes_in_eight_bits(tensor: Tensor) -> int:
+    """What an activation takes as ``Eighths``; its own size where rows are so short that their scales would outweigh the gain."""
+    return min(tensor.nbytes, tensor.numel() + 4 * (tensor.numel() // tensor.shape[-1]))
 
 
 def _from_leaf(tensor: Tensor) -> bool:
@@ -125,8 +130,10 @@ class Scope:
         if self._policy == "offload":
             whole = self._once((storage, tensor._version), lambda: Offloaded(tensor, self))
             return Viewed(tensor, whole)
+        if bytes_in_eight_bits(tensor) == tensor.nbytes:
+            return tensor
         key = (storage, tensor._version, tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride())
-        return self._once(key, lambda: Eighths(tensor)) if tensor.dim() > 1 else tensor
+        return self._once(key, lambda: Eighths(tensor))
 
     @staticmethod
     def unpack(held: Any) -> Tensor:

@@ -130,8 +130,7 @@ class Clock:
         """What follows counts for ``label``; returns what counted so far."""
         before, self._label = self._label, label
         self._marks.append((label, self._mark()))
-        for recorder in self._recorders:
-            recorder.phase = (self._step, label)
+        self._tell_recorders()
         return before
 
     def end_step(self) -> None:
