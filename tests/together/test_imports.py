@@ -39,7 +39,8 @@ def is_kernel_code(module: str) -> bool:
     """Modules that are Triton code through and through: imported on use, they name what is missing."""
     shared = ("activations", "language", "offsets", "tiles", "hopper")
     names = module.removeprefix("gem_kernels.").split(".")
-    return (names[0] == "common" and names[1] in shared) or (names[0] == "ops" and names[-1] in ("triton", "spans", "rows", "hopper"))
+    own = names[-1] in ("triton", "spans", "rows") or names[-1].startswith("hopper")
+    return (names[0] == "common" and names[1] in shared) or (names[0] == "ops" and own)
 
 
 def modules(package: str) -> list[str]:
