@@ -170,7 +170,8 @@ class Clock:
     def _times(self, step: int, marks: list[tuple[str, Mark]]) -> StepTimes:
         parts: dict[str, float] = {}
         for (label, begun), (_, ended) in pairwise(marks):
-            parts[label] = parts.get(label, 0.0) + _seconds(begun, ended)
+            seconds = begun.elapsed_time(ended) / 1000 if self._on_cuda else ended - begun
+            parts[label] = parts.get(label, 0.0) + seconds
         parts.pop(PAUSED, None)
         times = StepTimes(step=step, parts=parts)
         for entry in self._waiting.pop(step, []):
@@ -184,7 +185,3 @@ class Clock:
             sums.calls += entry.kind != "wait"
             sums.sent, sums.seconds, sums.exposed = sums.sent + entry.sent, sums.seconds + entry.seconds, sums.exposed + exposed
         return times
-
-
-def _seconds(begun: Mark, ended: Mark) -> float:
-    return float(ended - begun if isinstance(begun, float) else begun.elapsed_time(ended) / 1000)

@@ -103,7 +103,8 @@ class StepLedger:
 
 def percentiles(seconds: Floats) -> dict[str, float]:
     """Median and 99th percentile of steps."""
-    return {f"p{percent}": float(np.percentile(seconds, percent)) for percent in (50, 99)}
+    middle, late = np.percentile(seconds, (50, 99)).tolist()
+    return {"p50": middle, "p99": late}
 
 
 def in_words(values: Mapping[str, Any]) -> str:

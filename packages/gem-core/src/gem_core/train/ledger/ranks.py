@@ -6,6 +6,7 @@ for the slowest rank is ``max over ranks of local - own local``; what remains is
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -68,7 +69,7 @@ class Told:
                 calls=sum(c.calls for c in calls) / len(steps),
                 sent=sum(c.sent for c in calls) / len(steps),
                 ranks=calls[0].ranks,
-                seconds=float(np.median([c.seconds for c in calls])),
+                seconds=median([c.seconds for c in calls]),
                 exposed=sum(c.exposed for c in calls),
             )
         return cls(steps=np.array(rows, dtype=np.float64).reshape(-1, 7), parts=parts, exchanges=exchanges)
