@@ -1,9 +1,10 @@
-"""What the ``torchrec`` engine costs over calling fbgemm itself, and the memory it takes to make tables; in one process on the CPU.
+"""What the ``torchrec`` engine costs over calling torchrec or fbgemm itself, and the memory it takes to make tables; in one process on the CPU.
 
 usage: python3 packages/gem-parallel/benchmarks/cpu_engines.py [--steps N] [--write]
 
-Both sides look up the same ids of the same tables, run backward with the same gradient, and update by fused row-wise AdaGrad. They take turns, and
-the difference is the median over turns of the ratio of their CPU times, which a busy machine disturbs least.
+All sides look up the same ids of the same tables, run backward with the same gradient, and update by fused row-wise AdaGrad. torchrec is its sharded
+collection on one rank, given tensors of its own kind. Sides take turns, and the difference is the median over turns of the ratio of their CPU times,
+which a busy machine disturbs least.
 
 Memory is the peak of a fresh process over what it held after fbgemm was loaded.
 ``--write`` adds lines to results/cpu-engines.csv.
@@ -23,12 +24,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from gem_core.batch import Jagged, KeyedJagged
 from gem_core.spec import SparseOptimizer, TableSpec
+from gem_parallel.sparse.copies import Copies
 from gem_parallel.sparse.engine import TorchRecEmbeddings
 from gem_parallel.sparse.native import load_fbgemm
+from gem_parallel.sparse.placement import Cluster, Place
+from gem_parallel.sparse.sharded import ShardedGroup, Storage, _keyed_jagged_tensor
 from gem_parallel.sparse.shards import tbe_options
 
 RESULTS = Path(__file__).parent / "results" / "cpu-engines.csv"
@@ -84,17 +89,38 @@ def direct(tables: tuple[TableSpec, ...], batch: KeyedJagged, grad: Tensor) -> C
     return step
 
 
-def paired(first: Callable[[], None], second: Callable[[], None], steps: int) -> tuple[float, float, float]:
-    """The median CPU milliseconds of each, taking turns in an order that changes every time, and the median of their ratio in a turn."""
-    times: dict[Callable[[], None], list[float]] = {first: [], second: []}
+def collection(tables: tuple[TableSpec, ...], batch: KeyedJagged, grad: Tensor) -> Callable[[], None]:
+    places = {t.name: Place(sharding="table_wise", ranks=(0,)) for t in tables}
+    cluster = Cluster(world=1, local=1, device="cpu")
+    bags = tables[0].pooling != "none"
+    copies = Copies(cluster=cluster, replicas=1, mesh=None)
+    group = ShardedGroup(tables, places, OPTIMIZER, torch.device("cpu"), bags=bags, storage=Storage(), copies=copies)
+    given, axis = _keyed_jagged_tensor(batch), 1 if bags else 0
+
+    def step() -> None:
+        found = group.module(given).wait()
+        by_key = found.to_dict() if bags else {key: vectors.values() for key, vectors in found.items()}
+        torch.autograd.backward([by_key[key] for key in group.keys], list(grad.split(grad.shape[axis] // len(tables), axis)))
+
+    return step
+
+
+def paired(sides: dict[str, Callable[[], None]], steps: int) -> dict[str, list[float]]:
+    """CPU milliseconds of each side turn by turn, in an order that changes every time."""
+    times: dict[str, list[float]] = {name: [] for name in sides}
     for turn in range(steps + 3):
-        for step in (first, second) if turn % 2 else (second, first):
+        for name in list(sides) if turn % 2 else list(sides)[::-1]:
             begun = time.process_time()
-            step()
+            sides[name]()
             if turn >= 3:
-                times[step].append(1e3 * (time.process_time() - begun))
-    ratio = statistics.median(a / b for a, b in zip(times[first], times[second], strict=True))
-    return statistics.median(times[first]), statistics.median(times[second]), ratio
+                times[name].append(1e3 * (time.process_time() - begun))
+    return times
+
+
+def over(times: dict[str, list[float]], other: str) -> str:
+    """The median over turns of the engine's time over another side's."""
+    ratio = statistics.median(a / b for a, b in zip(times["engine"], times[other], strict=True))
+    return f"{100 * (ratio - 1):+.1f} %"
 
 
 def measure_steps(steps: int) -> list[dict[str, Any]]:
@@ -105,9 +131,10 @@ def measure_steps(steps: int) -> list[dict[str, Any]]:
         shape = (batch.values.numel(), dim) if pooling == "none" else (batch_rows, dim * count)
         grad = torch.randn(shape, generator=torch.Generator().manual_seed(1))
         turns = steps * TURNS // (batch_rows * ids * count * dim)
-        engine, fbgemm, ratio = paired(ours(tables, batch, grad), direct(tables, batch, grad), turns)
-        over = f"{100 * (ratio - 1):+.1f} %"
-        lines.append({"what": f"step, CPU ms: {name}", "engine": f"{engine:.2f}", "fbgemm": f"{fbgemm:.2f}", "difference": over})
+        sides = {make.__name__: make(tables, batch, grad) for make in (ours, direct, collection)}
+        times = paired(dict(zip(("engine", "fbgemm", "torchrec"), sides.values(), strict=True)), turns)
+        figures = {side: f"{statistics.median(found):.2f}" for side, found in times.items()}
+        lines.append({"what": f"step, CPU ms: {name}", **figures, "over fbgemm": over(times, "fbgemm"), "over torchrec": over(times, "torchrec")})
     return lines
 
 
@@ -130,7 +157,8 @@ def measure_memory() -> dict[str, Any]:
     done = subprocess.run([sys.executable, __file__, "--memory"], check=True, capture_output=True, text=True)
     peak, held = map(int, done.stdout.split()[-2:])
     name = f"peak of making one table of {MEMORY_ROWS:,} x {MEMORY_DIM}, MB"
-    return {"what": name, "engine": f"{peak / 1e6:.0f}", "fbgemm": f"{held / 1e6:.0f} held", "difference": f"x {peak / held:.3f}"}
+    of_held = {"fbgemm": f"{held / 1e6:.0f} held", "torchrec": "", "over fbgemm": f"x {peak / held:.3f}", "over torchrec": ""}
+    return {"what": name, "engine": f"{peak / 1e6:.0f}", **of_held}
 
 
 def main() -> None:
@@ -143,11 +171,12 @@ def main() -> None:
     if arguments.memory:
         print_memory()
         return
-    releases = f"torch {version('torch')}, fbgemm-gpu-cpu {version('fbgemm-gpu-cpu')}"
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    releases = ", ".join(f"{name} {version(name)}" for name in ("torch", "fbgemm-gpu-cpu", "torchrec"))
     facts = {"date": date.today().isoformat(), "machine": f"{platform.machine()}, one thread", "versions": releases}
     lines = [line | facts for line in [*measure_steps(arguments.steps), measure_memory()]]
     for line in lines:
-        print(f"{line['what']}: engine {line['engine']}, fbgemm {line['fbgemm']}, {line['difference']}")
+        print(", ".join(f"{name} {line[name]}" for name in line if name not in facts))
     if arguments.write:
         new = not RESULTS.exists()
         with RESULTS.open("a", newline="", encoding="utf-8") as file:

@@ -48,10 +48,9 @@ def test_a_kept_tensor_counts_where_it_is_first_kept() -> None:
     assert list(blocks_of(model)) == ["layers.0", "layers.1"]
 
 
-@pytest.mark.parametrize("recipe", ["toy", "synthetic"])
-def test_facts_add_up(recipe: str) -> None:
-    sets = [EXPERTS, "model.options.layers=2"] if recipe == "toy" else []
-    loaded = load_config(recipe, sets)
+@pytest.mark.parametrize("sets", [[], [EXPERTS, "model.options.layers=2"]])
+def test_facts_add_up(sets: list[str]) -> None:
+    loaded = load_config("toy", sets)
     config = loaded.config
     source = host().build("data_sources", config.data.source, config.data.options)
     model: Any = host().build("models", config.model.name, config.model.options, source.schema())
