@@ -1,4 +1,4 @@
-"""What other packages bring, offered as backends: the parts of the adapters that run without a GPU, and fbgemm's operators whole."""
+"""What other packages bring, offered as backends: the parts of the adapters that run without a GPU."""
 
 import sys
 from dataclasses import replace
@@ -12,14 +12,10 @@ from hypothesis import strategies as st
 
 from gem_core.ops import jagged_pad, masks
 from gem_core.spec import KernelRequest, KernelUnavailable, MachineError
-from gem_core.testing import conformance_suite, registry
+from gem_core.testing import registry
 from gem_core.testing.conformance import make_plan
 from gem_core.testing.trial import check
 from gem_kernels.ops import fa4, fbgemm, flex, limits, packed, varlen
-
-TestJaggedPadFbgemm = conformance_suite("jagged_pad", backend="fbgemm", device="cpu")
-TestJaggedUnpadFbgemm = conformance_suite("jagged_unpad", backend="fbgemm", device="cpu")
-TestJaggedDenseBmmAddFbgemm = conformance_suite("jagged_dense_bmm_add", backend="fbgemm", device="cpu")
 
 
 def trials():
@@ -163,15 +159,6 @@ def test_the_blocks_of_flex_attention_hold_every_pair_and_no_block_twice(queries
 
 
 # ---- fbgemm ---------------------------------------------------------------------------------------------------------------------------
-
-
-def test_case_B07_rows_that_fbgemm_truncates_get_exactly_zero_gradient():
-    pytest.importorskip("fbgemm_gpu")
-    values, offsets = torch.arange(5.0, requires_grad=True), torch.tensor([0, 3, 5])
-    for side, expected in (("right", [1, 2, 0, 3, 4]), ("left", [0, 1, 2, 3, 4])):
-        out = jagged_pad(values, offsets, max_length=2, truncate=side, backend="fbgemm")
-        (gradient,) = torch.autograd.grad(out, [values], torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
-        assert gradient.tolist() == expected
 
 
 def test_case_B09_float64_is_unfit_where_fbgemm_has_no_kernel_for_it():
