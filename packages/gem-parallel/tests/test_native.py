@@ -111,7 +111,7 @@ heavy = ["fbgemm_gpu", "torchrec", "triton"]
 sys.modules.update(dict.fromkeys(heavy))  # an import of any of them raises
 import gem_parallel.plugin
 assert gem_parallel.plugin.gem_embedding_engines()[0].name == "torchrec"
-assert gem_parallel.plugin.gem_parallel_strategies()[0].name == "ddp"
+assert "ddp" in [strategy.name for strategy in gem_parallel.plugin.gem_parallel_strategies()]
 assert not {{"torch", "pydantic"}} & set(sys.modules)
 import importlib
 for name in {modules!r}:
