@@ -96,9 +96,9 @@ def padded(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     return out | {name: torch.stack([row[name] for row in rows]) for name in ("item", "price", "click")}
 
 
-def per_row(folder: Path, *, python: bool = False) -> int:
+def per_row(folder: Path, *, python: bool = False, workers: int = 0) -> int:
     data = PerRow(pa.parquet.read_table(folder / "train.parquet"), python=python)
-    loader = torch.utils.data.DataLoader(data, batch_size=BATCH, shuffle=True, num_workers=2, collate_fn=padded)
+    loader = torch.utils.data.DataLoader(data, batch_size=BATCH, shuffle=True, num_workers=workers, collate_fn=padded)
     return sum(len(batch["item"]) for batch in loader)
 
 
@@ -124,7 +124,9 @@ WAYS: dict[str, Callable[[Path], int]] = {
     "gem_data files": ours,
     "gem_data files in a worker process": in_process,
     "per-row Dataset of arrays, padding collate": per_row,
+    "per-row Dataset of arrays, padding collate, two worker processes": partial(per_row, workers=2),
     "per-row Dataset of lists, padding collate": partial(per_row, python=True),
+    "per-row Dataset of lists, padding collate, two worker processes": partial(per_row, python=True, workers=2),
 }
 
 
