@@ -53,7 +53,8 @@ class LowForward:
     Args:
         module: the layer.
         rule: its rule.
-        watch: told each operand before and after rounding: ``(role, original, quantized)`` with role ``inputs``, ``weights`` or ``grads``.
+        watch: in training, told each operand before and after rounding: ``(role, original, quantized)`` with role ``inputs``, ``weights`` or
+            ``grads``.
     """
 
     def __init__(self, module: nn.Linear, rule: LinearRule) -> None:
@@ -62,7 +63,7 @@ class LowForward:
 
     def __call__(self, x: Tensor) -> Tensor:
         with torch.autocast(x.device.type, enabled=False):
-            out = low_linear(x, self.module.weight, self.rule, self.watch)
+            out = low_linear(x, self.module.weight, self.rule, self.watch if self.module.training else None)
             out = out if self.module.bias is None else out + self.module.bias
         return out.to(_asked_dtype(x))
 

@@ -41,6 +41,8 @@ class LowPrecisionOptions(BaseModel):
     """Round output gradients stochastically, which keeps their mean."""
     hadamard: bool = False
     """Spread outliers by a random Hadamard transform of both operands of each product."""
+    telemetry: bool = False
+    """Write largest value, error, saturation and underflow of the operands of linear layers to ``precision.jsonl`` at logging steps."""
     cpu: Literal["fp32", "bf16"] = "fp32"
     """What the rest of a run on a CPU computes in."""
 
@@ -74,6 +76,8 @@ class AutoOptions(BaseModel):
     small: int = Field(default=128, ge=0)
     """As in the low-precision recipes."""
     attention: bool = True
+    """As in the low-precision recipes."""
+    telemetry: bool = False
     """As in the low-precision recipes."""
     cpu: Literal["fp32", "bf16"] = "fp32"
     """As in the low-precision recipes."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from gem_core.spec import CliCommand, KernelImpl, PrecisionRecipe, RunInfo, hookimpl
+from gem_core.spec import CliCommand, KernelImpl, PrecisionRecipe, RunInfo, StepInfo, hookimpl
 
 _LOW = {
     "fp8_rowwise": "large linear layers and attention in FP8 with a scale a row, emulated; the rest as bf16_islands",
@@ -82,6 +82,15 @@ def gem_precision_recipes() -> Sequence[PrecisionRecipe]:
             options="gem_precision.options:ProbeOptions",
         ),
     ]
+
+
+@hookimpl
+def gem_step_finished(run: RunInfo, step: StepInfo) -> None:
+    """With ``precision.options.telemetry``, rank 0 writes what it saw of its operands since the last logging step."""
+    if run.rank == 0 and run.config["precision"]["options"].get("telemetry"):
+        from gem_precision.telemetry import append
+
+        append(run.folder, step.step)
 
 
 @hookimpl

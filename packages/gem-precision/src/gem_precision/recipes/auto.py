@@ -29,9 +29,10 @@ class Auto(LowSites):
         islands: Sequence[str] | None = None,
         small: int = 128,
         attention: bool = True,
+        telemetry: bool = False,
         cpu: Literal["fp32", "bf16"] = "fp32",
     ) -> None:
-        super().__init__("auto", high=high, islands=islands, small=small, attention=attention, cpu=cpu)
+        super().__init__("auto", high=high, islands=islands, small=small, attention=attention, telemetry=telemetry, cpu=cpu)
         self._bound, self._formats = bound, tuple(formats)
         self._measured = worst(read_probe(probe))
 

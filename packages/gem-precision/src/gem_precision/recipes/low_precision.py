@@ -16,6 +16,7 @@ from gem_precision.policy import island_around
 from gem_precision.presets import PRESETS
 from gem_precision.recipes.bf16_islands import Bf16Islands
 from gem_precision.sites import Site, sites
+from gem_precision.telemetry import Telemetry
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,13 +37,23 @@ class LowSites:
         islands: as in ``bf16_islands``; None for its default names.
         small: linear layers with fewer inputs or outputs than this, and attention with narrower heads, stay high.
         attention: whether the products of attention may be low.
+        telemetry: whether operands of linear layers are watched in training.
         cpu: what the rest computes in on a CPU.
     """
 
     def __init__(
-        self, name: str, *, high: Sequence[str], islands: Sequence[str] | None, small: int, attention: bool, cpu: Literal["fp32", "bf16"]
+        self,
+        name: str,
+        *,
+        high: Sequence[str],
+        islands: Sequence[str] | None,
+        small: int,
+        attention: bool,
+        telemetry: bool,
+        cpu: Literal["fp32", "bf16"],
     ) -> None:
         self._name, self._high, self._small, self._attention = name, tuple(high), small, attention
+        self._telemetry = Telemetry() if telemetry else None
         self._rest = Bf16Islands(islands=islands, small=0, cpu=cpu)
 
     def choose(self, site: Site) -> Lowering | str:
@@ -68,6 +79,8 @@ class LowSites:
             chosen = "its weights are handed to a kernel" if site.handed else island or self._reason_to_stay(site) or self.choose(site)
             if isinstance(chosen, Lowering):
                 decided[site.name] = _lowered(site, chosen)
+                if self._telemetry is not None and site.slot is None:
+                    vars(site.module)["forward"].watch = self._telemetry.watcher(site.name)
             else:
                 before = decided.get(site.name)
                 form = before.format if before is not None else "fp32" if island else self.compute_dtype()
@@ -116,6 +129,7 @@ class LowPrecision(LowSites):
         weight_grad: Literal["low", "high"] | None = None,
         stochastic: bool = False,
         hadamard: bool = False,
+        telemetry: bool = False,
         cpu: Literal["fp32", "bf16"] = "fp32",
     ) -> None:
         chosen = PRESETS[preset]
@@ -125,6 +139,7 @@ class LowPrecision(LowSites):
             islands=() if preset == "fp8_naive" and islands is None else islands,
             small=chosen.small if small is None else small,
             attention=chosen.attention if attention is None else attention,
+            telemetry=telemetry,
             cpu=cpu,
         )
         rule = chosen.rule()
