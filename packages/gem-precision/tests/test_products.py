@@ -12,6 +12,7 @@ from gem_core.spec import load_object
 from gem_precision.formats import fake_quantize, find_format
 from gem_precision.plugin import LOW_OPS, emulated, gem_kernel_impls
 from gem_precision.presets import PRESETS
+from gem_precision.products import LowProducts
 
 KERNELS = {(impl.op, impl.backend): impl for impl in gem_kernel_impls()}
 ATTENTION = [op for op in LOW_OPS if op != "norm_linear"]
@@ -98,6 +99,14 @@ def test_norms_see_float32_and_the_matmul_the_format() -> None:
     normed = torch.nn.functional.rms_norm(x, (64,), eps=1e-5)
     wanted = low(normed, "mxfp8_e4m3") @ low(weight, "mxfp8_e4m3").T + bias
     torch.testing.assert_close(out.double(), wanted, rtol=1e-6, atol=1e-6)
+
+
+def test_a_bias_counts_by_place_and_by_name() -> None:
+    x, weight, bias = drawn(5, 64).detach(), drawn(48, 64, seed=1).detach(), drawn(48, seed=2).detach()
+    with LowProducts(PRESETS["mxfp8"].rule()):
+        plain = torch.nn.functional.linear(x, weight)
+        both = [torch.nn.functional.linear(x, weight, bias), torch.nn.functional.linear(x, weight, bias=bias)]
+    assert all(torch.equal(out, plain + bias) for out in both)
 
 
 @pytest.mark.parametrize("op", ATTENTION)

@@ -110,6 +110,19 @@ def test_a_raw_table_that_changed_is_read_again(shop: Any, read: list[str], chan
     assert read in (["log"], ["later"])
 
 
+def test_a_table_that_was_being_written_again_is_not_taken_for_the_one_before(shop: Any, read: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stopped while a changed definition is read, and started with the old one: what lies there is of neither."""
+    stopped_before_the_histories(shop)
+    shop.definition["tables"]["log"]["scan"] = {"batch_rows": 2}
+    monkeypatch.setattr(stage_module, "keep", lambda *_: (_ for _ in ()).throw(MachineError("the power", "it is gone", "Start again.")))
+    with pytest.raises(MachineError, match="the power"):
+        shop.run()
+    monkeypatch.undo()
+    raw = shop.folder / ".out.partial" / "work" / "raw"
+    assert (raw / "log.parquet").exists()
+    assert not (raw / "log.json").exists()
+
+
 def test_a_file_system_that_does_not_tell_of_changes_is_read_again() -> None:
     class System:
         def info(self, path: str) -> dict[str, Any]:

@@ -18,8 +18,29 @@ from gem_precision.formats import Format, Rounding, fake_quantize
 from gem_precision.linear import LinearRule, low_linear
 
 
-class LowProducts(TorchFunctionMode):
-    """Every ``torch.einsum`` of two operands and every ``linear`` inside the block follows the rule.
+class Products(TorchFunctionMode):
+    """Takes the place of every ``torch.einsum`` of two operands and every ``linear`` inside the block; a bias is added as it is."""
+
+    def einsum(self, equation: str, left: Tensor, right: Tensor) -> Tensor:
+        """``torch.einsum``."""
+        raise NotImplementedError
+
+    def linear(self, x: Tensor, weight: Tensor) -> Tensor:
+        """``x weight^T``: ``[..., in]`` and ``[out, in]`` to ``[..., out]``."""
+        raise NotImplementedError
+
+    def __torch_function__(self, func: Any, types: Sequence[Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if func is torch.einsum:
+            return self.einsum(*args)
+        if func is linear:
+            x, weight, bias = (*args, *(kwargs or {}).values(), None)[:3]  # as torch calls it: bias last, by place or by name
+            out = self.linear(x, weight)
+            return out if bias is None else out + bias
+        return func(*args, **(kwargs or {}))
+
+
+class LowProducts(Products):
+    """Products that follow the rule.
 
     Args:
         rule: ``inputs`` is the format of both operands of an einsum, which has no weights; ``grads`` that of what comes back.
@@ -29,16 +50,11 @@ class LowProducts(TorchFunctionMode):
         super().__init__()
         self._rule = rule
 
-    def __torch_function__(self, func: Any, types: Sequence[Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None) -> Any:
-        if func is torch.einsum:
-            equation, left, right = args
-            return _Einsum.apply(equation, left, right, self._rule)  # type: ignore[no-untyped-call]
-        if func is linear:
-            x, weight, *rest = args
-            out = low_linear(x, weight, self._rule)
-            bias = rest[0] if rest else None
-            return out if bias is None else out + bias
-        return func(*args, **(kwargs or {}))
+    def einsum(self, equation: str, left: Tensor, right: Tensor) -> Tensor:
+        return _Einsum.apply(equation, left, right, self._rule)  # type: ignore[no-any-return, no-untyped-call]
+
+    def linear(self, x: Tensor, weight: Tensor) -> Tensor:
+        return low_linear(x, weight, self._rule)
 
 
 class _Einsum(torch.autograd.Function):

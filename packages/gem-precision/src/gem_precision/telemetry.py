@@ -22,7 +22,7 @@ class Telemetry:
     """Sums over the training calls of a window, by site and operand; nothing is read back from the device before the window is closed."""
 
     def __init__(self) -> None:
-        self._sums: dict[tuple[str, str], tuple[Tensor, Tensor]] = {}
+        self._sums: dict[tuple[str, str], tuple[Tensor, Tensor, int]] = {}
 
     def watcher(self, site: str) -> Callable[[str, Tensor, Quantized], None]:
         """The ``watch`` of a low-precision layer."""
@@ -32,26 +32,24 @@ class Telemetry:
     def _see(self, site: str, role: str, original: Tensor, quantized: Quantized) -> None:
         latest[:] = [self]
         low, exact = quantized.dequantize(), original.float()
-        counts = torch.tensor(float(exact.numel()), device=exact.device, dtype=torch.float64)
         sums = torch.stack(
             [
                 exact.double().square().sum(),
                 (low.double() - exact.double()).square().sum(),
                 (quantized.elements.abs() == quantized.format.element.largest).sum().double(),
                 ((low == 0) & (exact != 0)).sum().double(),
-                counts,
             ]
         )
         amax = exact.abs().amax() if exact.numel() else exact.new_zeros(())
-        before = self._sums.get((site, role))
-        self._sums[site, role] = (sums, amax) if before is None else (before[0] + sums, torch.maximum(before[1], amax))
+        before, count = self._sums.get((site, role)), exact.numel()
+        self._sums[site, role] = (sums, amax, count) if before is None else (before[0] + sums, torch.maximum(before[1], amax), before[2] + count)
 
     def close(self) -> list[dict[str, Any]]:
         """One record an operand since the last call: ``site, role, amax, sqnr`` (dB), and ``saturated`` and ``underflow``, shares of its elements."""
         rows = []
-        for (site, role), (sums, amax) in self._sums.items():
-            signal, noise, saturated, under, count = sums.tolist()
-            shares = {"saturated": saturated / max(count, 1.0), "underflow": under / max(count, 1.0)}
+        for (site, role), (sums, amax, count) in self._sums.items():
+            signal, noise, saturated, under = sums.tolist()
+            shares = {"saturated": saturated / max(count, 1), "underflow": under / max(count, 1)}
             rows.append({"site": site, "role": role, "amax": float(amax), "sqnr": ratio(signal, noise), **shares})
         self._sums = {}
         return rows

@@ -113,31 +113,30 @@ class Reader:
             numbers = numbers[1:]
         self._last = None
         units = [self._units[number] for number in numbers]
-        for unit, number, columns in zip(units, numbers, ahead((partial(self._read, unit) for unit in units), pool, 1), strict=True):
-            part = self._decoder.decode(columns, self._place(unit), unit.first)
+        read = ahead((partial(self._read, unit) for unit in units), pool, 1)
+        for unit, number, (columns, place) in zip(units, numbers, read, strict=True):
+            part = self._decoder.decode(columns, place, unit.first)
             if number == numbers[-1]:
                 self._last = number, part
             pa.default_memory_pool().release_unused()  # what decoding needed goes back, or the next unit would add to it
             yield part
 
-    def _place(self, unit: Unit) -> Place:
-        return Place(unit.path.name, self._open.get(unit.path).kind, unit.index)
-
-    def _read(self, unit: Unit) -> Columns:
+    def _read(self, unit: Unit) -> tuple[Columns, Place]:
         file = self._open.get(unit.path)
+        place = Place(unit.path.name, file.kind, unit.index)
         requests = self._requests[unit.path]
         held = set(file.schema.names)
         own = [name for name in self._columns if name in held]
         try:
             if requests is None:
-                return Columns(unit.rows, _arrays(file.read(unit.index, own)), {}, np.zeros(0, np.int64))
+                return Columns(unit.rows, _arrays(file.read(unit.index, own)), {}, np.zeros(0, np.int64)), place
             arrays = _arrays(file.read(unit.index, [*own, REQUEST_ROW]))
             at = arrays.pop(REQUEST_ROW).to_numpy(zero_copy_only=False).astype(np.int64)
             shared = [name for name in self._columns if name not in held]
-            low, arrays_of_requests = self._read_requests(requests, at, shared, self._place(unit))
-            return Columns(unit.rows, arrays, arrays_of_requests, at - low)
+            low, arrays_of_requests = self._read_requests(requests, at, shared, place)
+            return Columns(unit.rows, arrays, arrays_of_requests, at - low), place
         except (OSError, pa.ArrowException) as error:
-            so = f"{file.kind} {unit.index} cannot be read: {error}"
+            so = f"{place.kind} {place.unit} cannot be read: {error}"
             raise RequestError(f"data file {unit.path}", so, "The file is damaged; write it again.") from error
 
     def _read_requests(self, path: Path, at: Ints, names: Sequence[str], place: Place) -> tuple[int, dict[str, pa.Array]]:

@@ -42,3 +42,8 @@ def keep(path: Path, source: str | None, dropped: dict[str, int]) -> None:
     """Say of the staged table ``path``, which is whole, what it was made from."""
     with written_whole(path.with_suffix(".json")) as partial:
         partial.write_text(json.dumps({"source": source, "dropped": dropped}), encoding="utf-8")
+
+
+def forget(path: Path) -> None:
+    """Take back what was said of a staged table, before it is written again."""
+    path.with_suffix(".json").unlink(missing_ok=True)

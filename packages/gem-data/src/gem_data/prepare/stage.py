@@ -15,7 +15,7 @@ from gem_data.formats import scan
 from gem_data.formats.files import locate
 from gem_data.ids.values import is_text
 from gem_data.prepare.definition import Table
-from gem_data.prepare.kept import keep, kept, made_from
+from gem_data.prepare.kept import forget, keep, kept, made_from
 
 PER_SECOND = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
 LATEST = 10**12
@@ -63,6 +63,7 @@ def stage(name: str, table: Table, columns: Sequence[str], folder: Path, to: Pat
     if before is not None:
         file = pq.ParquetFile(path)
         return Staged(path, file.metadata.num_rows, before, file.schema_arrow, taken_over=True)
+    forget(path)  # until it is whole again, the file is nobody's
     held = scan(table.files(folder), columns=wanted, **table.scan)
     schema = _staged(name, table, _empty(held.schema), columns, 0).schema
     with pq.ParquetWriter(path, schema, compression="lz4") as writer:

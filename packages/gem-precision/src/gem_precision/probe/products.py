@@ -1,41 +1,35 @@
 """Products that are computed as they are, while each low-precision recipe computes them beside and its error is recorded."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.nn.functional import linear
-from torch.overrides import TorchFunctionMode
 
 from gem_precision.linear import LinearRule
 from gem_precision.presets import PRESETS
 from gem_precision.probe.record import FORWARD, LEFT, RIGHT, Record
-from gem_precision.products import backward_equations, multiply
+from gem_precision.products import Products, backward_equations, multiply
 
 RULES: Mapping[str, LinearRule] = {name: preset.rule() for name, preset in PRESETS.items()}
 
 
-class ProbedProducts(TorchFunctionMode):
-    """Inside the block every ``torch.einsum`` of two operands and every ``linear`` is recorded under the name of a site, if gradients are on."""
+class ProbedProducts(Products):
+    """Products that are recorded under the name of a site, if gradients are on."""
 
     def __init__(self, site: str, record: Record) -> None:
         super().__init__()
         self._site, self._record = site, record
 
-    def __torch_function__(self, func: Any, types: Sequence[Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None) -> Any:
-        if not torch.is_grad_enabled() or func not in (torch.einsum, linear):
-            return func(*args, **(kwargs or {}))
-        if func is torch.einsum:
-            equation, left, right = args
-            return _Probed.apply(equation, left, right, False, self._site, self._record)  # type: ignore[no-untyped-call]
-        x, weight, *rest = args
-        bias = rest[0] if rest else (kwargs or {}).get("bias")
-        flat = x.reshape(-1, x.shape[-1])
-        out: Tensor = _Probed.apply("ni,oi->no", flat, weight, True, self._site, self._record)  # type: ignore[no-untyped-call]
-        out = out.reshape(*x.shape[:-1], weight.shape[0])
-        return out if bias is None else out + bias
+    def einsum(self, equation: str, left: Tensor, right: Tensor, weights: bool = False) -> Tensor:
+        if not torch.is_grad_enabled():
+            return torch.einsum(equation, left, right)
+        return _Probed.apply(equation, left, right, weights, self._site, self._record)  # type: ignore[no-any-return, no-untyped-call]
+
+    def linear(self, x: Tensor, weight: Tensor) -> Tensor:
+        flat = self.einsum("ni,oi->no", x.reshape(-1, x.shape[-1]), weight, weights=True)
+        return flat.reshape(*x.shape[:-1], weight.shape[0])
 
 
 class _Probed(torch.autograd.Function):
