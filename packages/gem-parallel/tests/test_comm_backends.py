@@ -196,8 +196,8 @@ def test_rows_are_appended_to_a_file(tmp_path: Path) -> None:
 
 
 def test_the_command_is_declared() -> None:
-    (command,) = [command for command in plugin.gem_cli_commands() if command.name == "bench"]
-    assert load_object(command.load) is cli.app
+    (command,) = [command for command in plugin.gem_cli_commands() if command.name == "bench comm"]
+    assert load_object(command.load) is cli.comm
 
 
 def test_two_ranks_measure(tmp_path: Path) -> None:

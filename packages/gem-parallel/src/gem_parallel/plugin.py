@@ -65,4 +65,4 @@ def gem_parallel_strategies() -> Sequence[ParallelStrategy]:
 
 @hookimpl
 def gem_cli_commands() -> Sequence[CliCommand]:
-    return [CliCommand(name="bench", load="gem_parallel.comm.cli:app", summary="Measure collectives, and what they cost the work beside them.")]
+    return [CliCommand(name="bench comm", load="gem_parallel.comm.cli:comm", summary="Measure collectives, and what they cost the work beside them.")]

@@ -5,47 +5,16 @@ from contextlib import contextmanager
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand
 
-from gem_core.cli.lazy import NearestGroup, find
+from gem_core.cli.lazy import SharedGroup
 from gem_core.cli.output import print_json, print_table
-from gem_core.plugins.manager import host
 from gem_core.plugins.nearest import nearest
 from gem_core.select.device import current_device, installed
 from gem_core.select.policy import Candidate, KernelChoice, check_request, describe, explain, named_backend, policy_scope, preference
 from gem_core.select.registry import registry, stale
 from gem_core.spec import DEVICES, DTYPES, KernelRequest, KernelUnavailable, RequestError, load_object
 
-PREFIX = "kernels "
-
-
-class KernelsGroup(NearestGroup):
-    """With the commands that plugins declare under the name ``kernels NAME``; core's own cannot be taken over."""
-
-    def list_commands(self, ctx: Any) -> list[str]:
-        return [*self.commands, *sorted(_added().keys() - self.commands)]
-
-    def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """Core's command, or a stand-in with the summary of a plugin's."""
-        own = self.commands.get(cmd_name)
-        return own or (TyperCommand(cmd_name, help=_added()[cmd_name]) if cmd_name in _added() else None)
-
-    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        name = args[0]
-        if name in self.commands or name.startswith("-"):
-            return super().resolve_command(ctx, args)
-        if name not in _added():
-            raise RequestError(f"{ctx.command_path} {name}", "there is no such command", nearest(name, self.list_commands(ctx)))
-        return name, find(PREFIX + name), args[1:]
-
-
-def _added() -> dict[str, str]:
-    """Summary of each command that plugins add here."""
-    commands = [command for _, command in host().collect("gem_cli_commands")]
-    return {command.name.removeprefix(PREFIX): command.summary for command in commands if command.name.startswith(PREFIX)}
-
-
-app = typer.Typer(cls=KernelsGroup, help="Which backend runs each op here, and why the others do not.", add_completion=False)
+app = typer.Typer(cls=SharedGroup, help="Which backend runs each op here, and why the others do not.", add_completion=False)
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Config = Annotated[str | None, typer.Option("--config", "-c", help="Take [kernels] from this file or recipe.")]

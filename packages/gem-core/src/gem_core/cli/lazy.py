@@ -15,6 +15,7 @@ OWN = {
     "checkpoint": ("gem_core.cli.checkpoint:app", "What a checkpoint holds, whether it is whole, how two differ; export."),
     "plugins": ("gem_core.cli.plugins:app", "What is installed: plugins and what each one declares."),
     "kernels": ("gem_core.cli.kernels:app", "Which backend runs each op here, and why the others do not."),
+    "bench": ("gem_core.cli.bench:app", "Measure this machine: training steps, layers, collectives."),
     "plan": ("gem_core.cli.plan:plan", "Where tables would lie on any number of ranks: placement, memory, communication."),
     "config": ("gem_core.cli.config:app", "Every value of a configuration with its origin; the JSON schema."),
     "recipes": ("gem_core.cli.recipes:app", "The configurations that are shipped."),
@@ -64,6 +65,34 @@ class NearestGroup(TyperGroup):
         return super().resolve_command(ctx, args)
 
 
+class SharedGroup(NearestGroup):
+    """A group of core's to which plugins add commands, declared under the name ``GROUP NAME``; core's own cannot be taken over."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return [*self.commands, *sorted(self._added().keys() - self.commands)]
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """Core's command, or a stand-in with the summary of a plugin's."""
+        own = self.commands.get(cmd_name)
+        return own or (TyperCommand(cmd_name, help=self._added()[cmd_name]) if cmd_name in self._added() else None)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        name = args[0]
+        if name in self.commands or name.startswith("-"):
+            return super().resolve_command(ctx, args)
+        if name not in self._added():
+            raise RequestError(f"{ctx.command_path} {name}", "there is no such command", nearest(name, self.list_commands(ctx)))
+        return name, find(f"{self.name} {name}"), args[1:]
+
+    def _added(self) -> dict[str, str]:
+        """Summary of each command that plugins add here."""
+        from gem_core.plugins.manager import host
+
+        prefix = f"{self.name} "
+        commands = [command for _, command in host().collect("gem_cli_commands")]
+        return {command.name.removeprefix(prefix): command.summary for command in commands if command.name.startswith(prefix)}
+
+
 class LazyGroup(TyperGroup):
     """Lists sub-commands from their one-line summaries; loads the one that is called."""
 
@@ -82,7 +111,7 @@ class LazyGroup(TyperGroup):
 
 
 def _from_plugins() -> dict[str, str]:
-    """Summaries of plugins' commands; core's own names cannot be taken over."""
+    """Summaries of plugins' commands, those of core's groups left to them; core's own names cannot be taken over."""
     from gem_core.plugins.manager import host
 
-    return {command.name: command.summary for _, command in host().collect("gem_cli_commands") if command.name not in OWN}
+    return {command.name: command.summary for _, command in host().collect("gem_cli_commands") if command.name.split()[0] not in OWN}

@@ -8,8 +8,8 @@ class CliCommand:
     """A sub-command.
 
     Args:
-        name: the word after ``gem``.
-        load: ``module:app`` of a ``typer.Typer`` application, imported only when the command is used.
+        name: the word after ``gem``, or two: a group of core's (``bench``, ``kernels``) and the word after it.
+        load: ``module:app`` of a ``typer.Typer`` application, or a function with typer annotations, imported only when the command is used.
         summary: one line for ``gem --help``.
     """
 

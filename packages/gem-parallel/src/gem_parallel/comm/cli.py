@@ -1,4 +1,4 @@
-"""The command group ``gem bench`` of this package. Imports no torch until a command runs."""
+"""The command ``gem bench comm``. Imports no torch until a command runs."""
 
 import csv
 from pathlib import Path
@@ -9,7 +9,6 @@ import typer
 from gem_core.spec import RequestError
 from gem_parallel.comm.backends import NAMES
 
-app = typer.Typer(add_completion=False, help="Measure this machine.")
 FIELDS = (
     *("date", "device", "torch", "ranks", "what", "backend", "tier", "bytes", "ms", "gbps"),
     *("gemm_ms", "overlapped_ms", "slowdown_pct", "sms", "note"),
@@ -17,12 +16,6 @@ FIELDS = (
 _SHOWN = {"what": 16, "backend": 12, "tier": 6, "bytes": 12, "ms": 10, "gbps": 8, "gemm_ms": 9, "overlapped_ms": 14, "slowdown_pct": 13, "sms": 5}
 
 
-@app.callback()
-def bench() -> None:
-    """Measure this machine."""
-
-
-@app.command()
 def comm(
     backend: Annotated[list[str] | None, typer.Option(help="Only this backend; may be repeated.")] = None,
     size: Annotated[

@@ -1,4 +1,4 @@
-"""Commands that plugins add to ``gem kernels``."""
+"""Commands that plugins add to core's groups, ``gem kernels`` and ``gem bench``."""
 
 import pytest
 
@@ -15,6 +15,7 @@ def tell(loud: bool = False) -> None:
 @hookimpl
 def gem_cli_commands():
     return [CliCommand(name="kernels clock", load="acme_gem:app", summary="Tells the time of kernels."),
+            CliCommand(name="bench clock", load="acme_gem:app", summary="Tells the time of this machine."),
             CliCommand(name="kernels list", load="acme_gem:app", summary="Would take over core's own.")]
 """
 
@@ -24,8 +25,9 @@ def clock(install) -> None:
     install("acme-gem", CLOCK, version="1.2.0")
 
 
-def test_a_plugin_command_runs_with_its_options(clock: None, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["kernels", "clock", "--loud"]) == 0
+@pytest.mark.parametrize("group", ["kernels", "bench"])
+def test_a_plugin_command_runs_with_its_options(clock: None, group: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([group, "clock", "--loud"]) == 0
     assert capsys.readouterr().out == "NOON\n"
 
 
@@ -34,6 +36,12 @@ def test_help_lists_it_with_its_summary(clock: None, capsys: pytest.CaptureFixtu
     shown = capsys.readouterr().out
     assert "Tells the time of kernels." in shown
     assert "explain" in shown
+    assert "this machine" not in shown
+
+
+def test_the_first_help_leaves_it_to_its_group(clock: None, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["--help"]) == 0
+    assert "clock" not in capsys.readouterr().out
 
 
 def test_cores_own_commands_cannot_be_taken_over(clock: None, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,12 @@
+"""``gem bench``: what this machine does in a second. Plugins add commands. Imports no torch until a command runs."""
+
+import typer
+
+from gem_core.cli.lazy import SharedGroup
+
+app = typer.Typer(cls=SharedGroup, add_completion=False)
+
+
+@app.callback()
+def bench() -> None:
+    """Measure this machine."""
