@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from gem_core.model.layers import Mlp, TokenMix, pair_width
+from gem_core.model.products import own_flops
 
 
 class WeightGen(nn.Module):
@@ -59,4 +60,4 @@ class KeyValues(nn.Module):
 
     def flops(self, rows: int) -> int:
         _, width, dim = self.weight.shape
-        return rows * self.shape[0] * 2 * pair_width(width, dim)
+        return own_flops(self, rows * self.shape[0] * 2 * pair_width(width, dim))

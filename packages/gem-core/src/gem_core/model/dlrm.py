@@ -1,6 +1,6 @@
 """A model without sequence layers to compare with: pairwise dots (DLRM, arXiv 1906.00091) or crosses (DCN v2, arXiv 2008.13535) of all features."""
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -10,8 +10,9 @@ from gem_core.model.experts import CrossExpert
 from gem_core.model.features import FeatureTokens
 from gem_core.model.heads import Heads
 from gem_core.model.jagged import mean_rows
-from gem_core.model.layers import DenseModel, pair_width
+from gem_core.model.layers import DenseModel, pair_width, total
 from gem_core.model.options import BaseModelOptions, CrossOptions, Width
+from gem_core.model.products import linear_flops, own_flops
 from gem_core.model.tables import make_tables
 from gem_core.spec.data import DataSchema
 from gem_core.spec.embedding import TableSpec
@@ -74,7 +75,8 @@ class DlrmModel(DenseModel):
 
     def flops(self, batch: Batch) -> int:
         """Exact forward model FLOPs of one CPU batch: matmuls, 2 m n k."""
-        rows, dim = batch.rows, self.options.dim
-        widths = [self.options.features.embedding_dim] * len(self.event_ids) + [width for *_, width in self.event_dense]
-        inter = rows * dim * pair_width(self.tokens, self.tokens) if self.cross is None else self.cross.flops(rows)
-        return self.features.flops(rows) + rows * sum(pair_width(width, dim) for width in widths) + inter + self.heads.flops(rows)
+        rows, ids, numbers = batch.rows, list[Any](self.project_ids), list[Any](self.project_dense)
+        means = total(linear_flops(m, rows) for m in ids) + total(linear_flops(m, rows, input_gradient=False) for m in numbers)
+        dots = rows * self.options.dim * pair_width(self.tokens, self.tokens)
+        made = own_flops(self, dots) if self.cross is None else self.cross.flops(rows)
+        return self.features.flops(rows) + means + made + self.heads.flops(rows)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from gem_core.model.layers import Mlp, TokenMix, pair_width, total
 from gem_core.model.options import CrossOptions, DeepOptions, LinearOptions, WukongOptions
+from gem_core.model.products import linear_flops, own_flops
 from gem_core.spec.errors import RequestError
 
 
@@ -59,7 +60,7 @@ class WukongExpert(Expert):
     def flops(self, rows: int) -> int:
         pairs = (1 if self.compress is None else 2) * self.dim * pair_width(self.tokens_in, self.rank)
         linear = 0 if self.linear is None else self.linear.flops(rows, self.dim)
-        return rows * pairs + self.mlp.flops(rows) + linear
+        return own_flops(self, rows * pairs) + self.mlp.flops(rows) + linear
 
 
 class CrossExpert(Expert):
@@ -81,7 +82,7 @@ class CrossExpert(Expert):
 
     def flops(self, rows: int) -> int:
         matrices: Sequence[Any] = [*self.down, *self.up]
-        return rows * total(pair_width(m.in_features, m.out_features) for m in matrices) + self.mix.flops(rows, self.dim)
+        return total(linear_flops(m, rows) for m in matrices) + self.mix.flops(rows, self.dim)
 
 
 class DeepExpert(Expert):

@@ -2,14 +2,16 @@
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from gem_core.batch import Batch, Jagged
 from gem_core.model.jagged import mean_rows, weighted_mean_rows
-from gem_core.model.layers import LearnedToken, Mlp, pair_width
+from gem_core.model.layers import LearnedToken, Mlp, pair_width, total
 from gem_core.model.options import FeatureOptions
+from gem_core.model.products import linear_flops, own_flops
 from gem_core.model.tables import poolings
 from gem_core.spec.data import DataSchema, DenseFeature, SequenceFeature
 from gem_core.spec.embedding import TableSpec
@@ -33,9 +35,9 @@ class TokenLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return torch.einsum("bti,tio->bto", x, self.weight) + self.bias
 
-    def flops(self, rows: int) -> int:
+    def flops(self, rows: int, *, input_gradient: bool = True) -> int:
         tokens, dim, out = self.weight.shape
-        return rows * tokens * pair_width(dim, out)
+        return own_flops(self, rows * tokens * pair_width(dim, out), input_gradient=input_gradient)
 
 
 class NumberCode(nn.Module):
@@ -154,8 +156,11 @@ class FeatureTokens(nn.Module):
         return torch.stack(terms).sum(0)
 
     def flops(self, rows: int) -> int:
-        count = sum(part.flops(rows) for part in (self.project, self.each, self.group) if part is not None)
-        return count + rows * sum(pair_width(feature.width, self.dim) for feature in self.vectors)
+        learned = self.code is not None and self.code.frequency is not None
+        count = 0 if self.project is None else self.project.flops(rows)
+        count += sum(part.flops(rows, input_gradient=learned) for part in (self.each, self.group) if part is not None)
+        vectors: Sequence[Any] = list(self.dense)
+        return count + total(linear_flops(linear, rows, input_gradient=False) for linear in vectors)
 
 
 def _id_weights(batch: Batch, name: str, ids: int) -> Tensor:

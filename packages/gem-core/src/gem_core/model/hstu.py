@@ -11,8 +11,9 @@ from gem_core.batch import Batch
 from gem_core.model.features import FeatureTokens, target_tokens
 from gem_core.model.heads import Heads
 from gem_core.model.jagged import regular_offsets, row_of
-from gem_core.model.layers import DenseModel, LearnedToken, NormLinear, pair_width, pick, together, total
+from gem_core.model.layers import DenseModel, LearnedToken, NormLinear, pick, together, total
 from gem_core.model.options import BaseModelOptions, Rate, SequenceOptions, Width
+from gem_core.model.products import linear_flops, slot_flops
 from gem_core.model.sequence import Events, EventTokens, Lengths, LogEmbedding
 from gem_core.model.tables import make_tables
 from gem_core.ops.hstu_attention import flops as hstu_flops
@@ -111,9 +112,9 @@ class HstuLayer(nn.Module):
         return out + x  # type: ignore[no-any-return]
 
     def flops(self, lengths: Lengths) -> int:
-        tokens, dim = int(lengths.sum()), self.heads * self.head_dim
-        attention = hstu_flops(lengths=lengths, heads=self.heads, dim=self.head_dim, window=self.window, contextual=self.context, targets=1)
-        return self.inputs.flops(tokens) + attention + tokens * pair_width(self.out.in_features, dim)
+        tokens, mask = int(lengths.sum()), {"window": self.window, "contextual": self.context, "targets": 1}
+        attention = slot_flops(self.slot, hstu_flops, lengths=lengths, heads=self.heads, dim=self.head_dim, **mask)
+        return self.inputs.flops(tokens) + attention + linear_flops(self.out, tokens)
 
 
 class HstuModel(DenseModel):
@@ -193,7 +194,7 @@ class HstuModel(DenseModel):
         layers: list[Any] = list(self.layers)
         lengths = [batch.event_offsets[group.name].offsets.diff().numpy() for group in self.schema.sequences]
         whole = np.add.reduce([np.full(batch.rows, len(self.context) + 1), *lengths])
-        join = batch.rows * pair_width(len(self.candidate) * self.options.dim, self.options.dim)
+        join = linear_flops(self.target, batch.rows) if isinstance(self.target, nn.Linear) else 0
         count = self.features.flops(batch.rows) + join + self.heads.flops(batch.rows)
         count += total(group.flops(int(n.sum())) for group, n in zip(groups, lengths))
         return count + total(layer.flops(whole) for layer in layers)

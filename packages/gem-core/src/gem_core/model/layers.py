@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gem_core.model.products import linear_flops, own_flops, slot_flops
+from gem_core.ops.norm_linear import flops as norm_linear_flops
 from gem_core.ops.slot import KernelSlot, kernel_slots
 from gem_core.spec.kernels import KernelRequest
 
@@ -49,7 +51,7 @@ class TokenMix(nn.Module):
         return torch.matmul(self.weight, x)
 
     def flops(self, rows: int, dim: int) -> int:
-        return rows * dim * pair_width(*self.weight.shape)
+        return own_flops(self, rows * dim * pair_width(*self.weight.shape))
 
 
 class LearnedToken(nn.Module):
@@ -77,8 +79,9 @@ class Mlp(nn.Sequential):
             dim = width
         super().__init__(*layers, nn.Linear(dim, out))
 
-    def flops(self, rows: int) -> int:
-        return rows * sum(pair_width(m.in_features, m.out_features) for m in self if isinstance(m, nn.Linear))
+    def flops(self, rows: int, *, input_gradient: bool = True) -> int:
+        matrices = [m for m in self if isinstance(m, nn.Linear)]
+        return total(linear_flops(m, rows, input_gradient=input_gradient or i > 0) for i, m in enumerate(matrices))
 
 
 class NormLinear(nn.Module):
@@ -117,8 +120,9 @@ class NormLinear(nn.Module):
         out: Tensor = self.slot(x.to(dtype), weight, bias, norm=self.norm, where=self.where, gamma=gain, residual=residual)
         return out
 
-    def flops(self, tokens: int) -> int:
-        return tokens * pair_width(self.dim, self.out)
+    def flops(self, tokens: int, *, input_gradient: bool = True) -> int:
+        shape = {"tokens": tokens, "in_features": self.dim, "out_features": self.out}
+        return slot_flops(self.slot, norm_linear_flops, input_gradient=input_gradient, **shape)
 
 
 class DenseModel(nn.Module):

@@ -5,6 +5,7 @@ from torch import Tensor, nn
 
 from gem_core.model.layers import NormLinear, pair_width, together
 from gem_core.model.options import SequenceOptions
+from gem_core.model.products import linear_flops, own_flops, slot_flops
 from gem_core.model.sequence import Events, Lengths
 from gem_core.ops.pooled_attention import flops as pooled_attention_flops
 from gem_core.ops.slot import KernelSlot
@@ -35,7 +36,7 @@ class SumKronLinear(nn.Module):
     def flops(self, rows: int) -> int:
         rank, tokens_out, tokens_in = self.tokens.shape
         _, dim, out = self.channels.shape
-        return rows * rank * (dim * pair_width(tokens_in, tokens_out) + tokens_out * pair_width(dim, out))
+        return own_flops(self, rows * rank * (dim * pair_width(tokens_in, tokens_out) + tokens_out * pair_width(dim, out)))
 
 
 class SeedPooling(nn.Module):
@@ -88,14 +89,14 @@ class SeedPooling(nn.Module):
         return torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
 
     def flops(self, lengths: Lengths) -> int:
-        rows, dim = len(lengths), self.heads * self.head_dim
+        rows = len(lengths)
         seeds = self.seed_count + self.queries
         count = self.key_value.flops(int(lengths.sum()))
-        count += pooled_attention_flops(seeds=seeds, k_lengths=lengths, heads=self.heads, dim=self.head_dim)
+        count += slot_flops(self.slot, pooled_attention_flops, seeds=seeds, k_lengths=lengths, heads=self.heads, dim=self.head_dim)
         if isinstance(self.fold, SumKronLinear):
             count += self.fold.flops(rows)
         elif self.fold is not None:
-            count += rows * self.seed_count * pair_width(dim, self.fold.out_features)
+            count += linear_flops(self.fold, rows * self.seed_count)
         if self.queries:
             count += self.query.flops(rows * self.queries) + self.found.flops(rows * self.queries)
         return count

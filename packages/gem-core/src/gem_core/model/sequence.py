@@ -10,11 +10,13 @@ from torch import Tensor, nn
 from gem_core.batch import Batch
 from gem_core.model.crossing import KeyValues
 from gem_core.model.jagged import from_end, row_of
-from gem_core.model.layers import NormLinear, pair_width, together
+from gem_core.model.layers import NormLinear, together
 from gem_core.model.options import SequenceOptions
+from gem_core.model.products import linear_flops, slot_flops
 from gem_core.ops.block_attention import flops as block_attention_flops
 from gem_core.ops.gdpa import flops as gdpa_flops
 from gem_core.ops.jagged_attention import flops as jagged_attention_flops
+from gem_core.ops.pffn import flops as pffn_flops
 from gem_core.ops.slot import KernelSlot
 from gem_core.spec.data import SequenceFeature
 from gem_core.spec.errors import RequestError
@@ -157,7 +159,7 @@ class EventTokens(nn.Module):
         return next(iter(sizes.values()))
 
     def flops(self, events: int) -> int:
-        return 0 if self.project is None else self.project.flops(events)
+        return 0 if self.project is None else self.project.flops(events, input_gradient=bool(self.group.ids))
 
 
 class PersonalFfn(nn.Module):
@@ -192,10 +194,11 @@ class PersonalFfn(nn.Module):
         return events.values + self.dropout(self.out(out.flatten(1)))  # type: ignore[no-any-return]
 
     def flops(self, lengths: Lengths) -> int:
-        dim, events = self.heads * self.head_dim, int(lengths.sum())
-        projections = 2 * pair_width(dim, dim) if self.project else 0
-        attention = gdpa_flops(q_lengths=lengths, k_lengths=self.make.keys, heads=self.heads, dim=self.head_dim)
-        return self.make.flops(len(lengths)) + events * projections + attention
+        shape = {"q_lengths": lengths, "heads": self.heads, "dim": self.head_dim}
+        made, events = self.make.flops(len(lengths)), int(lengths.sum())
+        if not self.project:
+            return made + slot_flops(self.slot, pffn_flops, keys=self.make.keys, **shape)
+        return made + self.query.flops(events) + slot_flops(self.slot, gdpa_flops, k_lengths=self.make.keys, **shape) + linear_flops(self.out, events)
 
 
 class SelfAttention(nn.Module):
@@ -227,9 +230,9 @@ class SelfAttention(nn.Module):
         return events.values + self.dropout(self.out(out.flatten(1)))  # type: ignore[no-any-return]
 
     def flops(self, lengths: Lengths) -> int:
-        dim = self.heads * self.head_dim
+        events, shape = int(lengths.sum()), {"heads": self.heads, "dim": self.head_dim}
         if self.blocks:
-            pairs = block_attention_flops(lengths=lengths, heads=self.heads, dim=self.head_dim, block=self.block)
+            pairs = slot_flops(self.slot, block_attention_flops, lengths=lengths, block=self.block, **shape)
         else:
-            pairs = jagged_attention_flops(q_lengths=lengths, k_lengths=lengths, heads=self.heads, dim=self.head_dim, window=self.window)
-        return int(lengths.sum()) * 4 * pair_width(dim, dim) + pairs
+            pairs = slot_flops(self.slot, jagged_attention_flops, q_lengths=lengths, k_lengths=lengths, window=self.window, **shape)
+        return self.qkv.flops(events) + pairs + linear_flops(self.out, events)
