@@ -121,8 +121,7 @@ class NormLinear(nn.Module):
         return out
 
     def flops(self, tokens: int, *, input_gradient: bool = True) -> int:
-        shape = {"tokens": tokens, "in_features": self.dim, "out_features": self.out}
-        return slot_flops(self.slot, norm_linear_flops, input_gradient=input_gradient, **shape)
+        return slot_flops(self.slot, norm_linear_flops, input_gradient, tokens=tokens, in_features=self.dim, out_features=self.out)
 
 
 class DenseModel(nn.Module):

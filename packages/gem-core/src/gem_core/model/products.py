@@ -63,6 +63,6 @@ def linear_flops(linear: nn.Linear, rows: int, *, input_gradient: bool = True) -
     return own_flops(linear, 2 * int(rows) * linear.in_features * linear.out_features, input_gradient=input_gradient)
 
 
-def slot_flops(slot: KernelSlot, count: Callable[..., int], *, input_gradient: bool = True, **shape: Any) -> int:
+def slot_flops(slot: KernelSlot, count: Callable[..., int], input_gradient: bool = True, /, **shape: Any) -> int:
     """Forward model FLOPs of a call of a slot's op: ``count(**shape)``, where ``count`` is the op's ``flops``."""
     return _tell(Product(owner=slot, forward=int(count(**shape)), input_gradient=input_gradient, count=count, shape=shape))
