@@ -21,6 +21,7 @@ from gem_core.train.world import World
         ("NVIDIA H100 PCIe", "bf16", False, 756.5, "bf16"),
         ("NVIDIA A100-SXM4-80GB", "bf16", True, 312.0, "bf16"),
         ("NVIDIA B200", "bf16", False, 2250.0, "bf16"),
+        ("NVIDIA H200", "fp8", False, 1978.9, "fp8"),
     ],
 )
 def test_peaks_by_name(name: str, dtype: str, tf32: bool, tera: float, label: str) -> None:
@@ -30,7 +31,7 @@ def test_peaks_by_name(name: str, dtype: str, tf32: bool, tera: float, label: st
     assert name in peak.source
 
 
-@pytest.mark.parametrize(("name", "dtype"), [("NVIDIA T4", "bf16"), ("NVIDIA H200", "fp64")])
+@pytest.mark.parametrize(("name", "dtype"), [("NVIDIA T4", "bf16"), ("NVIDIA H200", "fp64"), ("NVIDIA A100-SXM4-80GB", "fp8")])
 def test_what_the_table_does_not_know_is_measured(name: str, dtype: str) -> None:
     assert table_peak(name, dtype, tf32=False) is None
 

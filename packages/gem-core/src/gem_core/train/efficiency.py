@@ -14,14 +14,14 @@ TRAIN_OVER_FORWARD = 3
 
 _MEASURE_SECONDS = 0.1
 
-# Dense vendor peaks in TFLOP/s of the SXM part unless the name says otherwise: (name part, bf16 and fp16, tf32, fp32). The first match counts.
+# Dense vendor peaks in TFLOP/s of the SXM part unless the name says otherwise: (name part, fp8, bf16 and fp16, tf32, fp32). The first match counts.
 _PEAKS = (
-    ("H200", 989.4, 494.7, 66.9),
-    ("H100 NVL", 835.5, 417.5, 60.0),
-    ("H100 PCIe", 756.5, 378.0, 51.2),
-    ("H100", 989.4, 494.7, 66.9),
-    ("A100", 312.0, 156.0, 19.5),
-    ("B200", 2250.0, 1125.0, 75.0),
+    ("H200", 1978.9, 989.4, 494.7, 66.9),
+    ("H100 NVL", 1671.0, 835.5, 417.5, 60.0),
+    ("H100 PCIe", 1513.0, 756.5, 378.0, 51.2),
+    ("H100", 1978.9, 989.4, 494.7, 66.9),
+    ("A100", None, 312.0, 156.0, 19.5),
+    ("B200", 4500.0, 2250.0, 1125.0, 75.0),
 )
 
 
@@ -52,12 +52,12 @@ def peak_of(device: torch.device, dtype: str) -> Peak:
 
 
 def table_peak(name: str, dtype: str, *, tf32: bool) -> Peak | None:
-    """The table's entry for a GPU name, or None."""
-    for part, half, tensor32, plain32 in _PEAKS:
-        if part.lower() in name.lower() and dtype != "fp64":
+    """The table's entry for a GPU name and ``dtype`` (``fp8`` or what ``peak_of`` takes), or None."""
+    for part, eighth, half, tensor32, plain32 in _PEAKS:
+        if part.lower() in name.lower():
             label = "tf32" if dtype == "fp32" and tf32 else dtype
-            tera = {"bf16": half, "fp16": half, "tf32": tensor32, "fp32": plain32}[label]
-            return Peak(flops_per_second=tera * 1e12, dtype=label, source=f"vendor, dense, {name}")
+            tera = {"fp8": eighth, "bf16": half, "fp16": half, "tf32": tensor32, "fp32": plain32}.get(label)
+            return None if tera is None else Peak(flops_per_second=tera * 1e12, dtype=label, source=f"vendor, dense, {name}")
     return None
 
 

@@ -1,0 +1,1 @@
+"""What ``gem bench`` measures of a whole run: steps, layers, where the time goes."""
