@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from gem_core.batch import Jagged, KeyedJagged, lengths_to_offsets
 from gem_core.model.experts import CrossExpert, DeepExpert, Ensemble, LinearExpert, WukongExpert
 from gem_core.model.heads import Heads
-from gem_core.model.layers import Mlp, NormLinear, TokenMix, pick
+from gem_core.model.layers import AddNorm, Mlp, NormLinear, TokenMix, pick
 from gem_core.model.options import CrossOptions, DeepOptions, HeadOptions, LinearOptions, SequenceOptions, WukongOptions
 from gem_core.model.pooling import SeedPooling, SumKronLinear
 from gem_core.model.sequence import Events
@@ -215,6 +215,19 @@ class TestLayers:
         assert before.slot.features == {norm, "before"}
         assert after.slot.features == {norm, "after", "affine", "residual"}
         assert before.flops(6) == 6 * 2 * 4 * 5
+
+    def test_add_norm_is_a_layer_norm_with_a_sum_and_a_gate(self) -> None:
+        x, residual, gate = (torch.randn(2, 3, 4) for _ in range(3))
+        mine, plain = AddNorm(4, residual=True, gate=True), nn.LayerNorm(4)
+        plain.weight.data.uniform_(0.5, 2.0)
+        plain.bias.data.normal_()
+        mine.load_state_dict(plain.state_dict())
+        torch.testing.assert_close(mine(x, residual, gate), plain(x + residual) * gate)
+        torch.testing.assert_close(mine(x), plain(x))
+        assert mine.slot.features == {"layer", "affine", "residual", "gate"}
+        assert AddNorm(4).slot.features == {"layer", "affine"}
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert mine(x, residual, gate).dtype is torch.bfloat16
 
     def test_pick(self) -> None:
         x = torch.randn(2, 4, 3)

@@ -139,4 +139,4 @@ def test_the_shipped_toy_recipe_composes(tmp_path: Path) -> None:
     run = compose(load_config("toy", [f'run.out="{tmp_path / "toy"}"', "run.device=cpu"]))
     run.close()
     assert run.total_steps > 0
-    assert set(run.kernels) == {"gdpa", "jagged_attention", "norm_linear", "pooled_attention"}
+    assert set(run.kernels) == {"add_norm", "gdpa", "jagged_attention", "norm_linear", "pooled_attention"}

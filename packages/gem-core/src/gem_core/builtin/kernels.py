@@ -36,6 +36,8 @@ OPS = (
     ),
     _op("pooled_attention", "learned seeds attend to long jagged rows", ("per_row_seeds", "gqa")),
     _op("norm_linear", "RMSNorm or LayerNorm before or after a matmul, with residual", ("rms", "layer", "before", "after", "affine", "residual")),
+    _op("add_norm", "RMSNorm or LayerNorm of a sum, with a gate behind it", ("rms", "layer", "affine", "residual", "gate")),
+    _op("gated_residual", "gate times x plus residual"),
     _op("pffn", "LayerNorm, gdpa on dense keys, residual and RMSNorm in one", ("scale_after", *_ACTIVATION_WORDS)),
     _op("jagged_concat", "join jagged tensors row by row", module="jagged", prefix="concat_"),
     _op("jagged_split", "undo jagged_concat", module="jagged", prefix="split_"),

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from gem_core.model.layers import Mlp, TokenMix, pair_width
+from gem_core.model.layers import AddNorm, Mlp, TokenMix, pair_width
 from gem_core.model.products import own_flops
 
 
@@ -14,12 +14,12 @@ class WeightGen(nn.Module):
         super().__init__()
         self.compress = TokenMix(tokens, summary)
         self.mlp = Mlp(dim, (2 * dim,), dim)
-        self.norm = nn.LayerNorm(dim)
+        self.norm = AddNorm(dim, residual=True)
         self.summary, self.dim = summary, dim
 
     def forward(self, x: Tensor) -> Tensor:
         z = self.compress(x)
-        out: Tensor = self.norm(z + self.mlp(z))
+        out: Tensor = self.norm(z, self.mlp(z))
         return out
 
     def flops(self, rows: int) -> int:

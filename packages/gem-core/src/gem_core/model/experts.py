@@ -9,9 +9,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from gem_core.model.layers import Mlp, TokenMix, pair_width, total
+from gem_core.model.layers import AddNorm, Mlp, TokenMix, pair_width, together, total
 from gem_core.model.options import CrossOptions, DeepOptions, LinearOptions, WukongOptions
 from gem_core.model.products import linear_flops, own_flops
+from gem_core.ops.slot import KernelSlot
 from gem_core.spec.errors import RequestError
 
 
@@ -73,11 +74,12 @@ class CrossExpert(Expert):
         self.up = nn.ModuleList(nn.Linear(options.rank, width) for _ in range(options.depth))
         self.mix = TokenMix(tokens_in, tokens_out)
         self.dropout = nn.Dropout(options.dropout)
+        self.cross = KernelSlot("gated_residual")
 
     def forward(self, x: Tensor) -> Tensor:
         first = crossed = x.flatten(1)
         for down, up in zip(self.down, self.up):
-            crossed = first * up(down(crossed)) + crossed
+            crossed = self.cross(*together(up(down(crossed)), first, crossed))
         return self.dropout(self.mix(crossed.view(-1, self.tokens_in, self.dim)))  # type: ignore[no-any-return]
 
     def flops(self, rows: int) -> int:
@@ -169,7 +171,7 @@ class Ensemble(nn.Module):
         gives = [len(range(i, tokens_out, count)) if join == "concat" else tokens_out for i in range(count)]
         self.experts = nn.ModuleList(EXPERTS[type(o)](sees[i], gives[i], dim, o) for i, o in enumerate(experts))
         self.shortcut = None if carried == tokens_out else TokenMix(carried, tokens_out)
-        self.norm = nn.LayerNorm(dim)
+        self.norm = AddNorm(dim, residual=True)
         self.dropout = nn.Dropout(dropout)
         self.dim, self.gives = dim, gives
         self.held = range(count)
@@ -185,7 +187,7 @@ class Ensemble(nn.Module):
         joined = torch.cat(outputs, dim=1) if self.join == "concat" else sum(outputs[1:], start=outputs[0])
         if self.exchange is not None:
             joined = self.exchange.give_back(joined, self.gives if self.join == "concat" else None)
-        return self.norm(self.dropout(joined) + (x if self.shortcut is None else self.shortcut(x)))  # type: ignore[no-any-return]
+        return self.norm(self.dropout(joined), x if self.shortcut is None else self.shortcut(x))  # type: ignore[no-any-return]
 
     def flops(self, rows: int) -> int:
         experts: Sequence[Any] = list(self.experts)

@@ -11,7 +11,7 @@ from gem_core.batch import Batch
 from gem_core.model.features import FeatureTokens, target_tokens
 from gem_core.model.heads import Heads
 from gem_core.model.jagged import regular_offsets, row_of
-from gem_core.model.layers import DenseModel, LearnedToken, NormLinear, pick, together, total
+from gem_core.model.layers import AddNorm, DenseModel, LearnedToken, NormLinear, pick, together, total
 from gem_core.model.options import BaseModelOptions, Rate, SequenceOptions, Width
 from gem_core.model.products import linear_flops, slot_flops
 from gem_core.model.sequence import Events, EventTokens, Lengths, LogEmbedding
@@ -81,7 +81,7 @@ class HstuLayer(nn.Module):
         self.context = context
         self.heads, self.head_dim, self.window, self.longest = options.heads, dim // options.heads, options.window, longest
         self.inputs = NormLinear(dim, 4 * dim, norm="layer")
-        self.norm = nn.LayerNorm(dim)
+        self.norm = AddNorm(dim, gate=True)
         self.concat = options.concat_inputs
         self.out = nn.Linear(3 * dim if self.concat else dim, dim)
         self.dropout = nn.Dropout(options.dropout)
@@ -107,7 +107,7 @@ class HstuLayer(nn.Module):
             norm_length=self.longest,
         )
         gate = gate.flatten(1)
-        gated = self.norm(found.flatten(1)) * gate
+        gated = self.norm(found.flatten(1), gate=gate)
         out = self.out(self.dropout(torch.cat([gate, x, gated], dim=-1) if self.concat else gated))
         return out + x  # type: ignore[no-any-return]
 

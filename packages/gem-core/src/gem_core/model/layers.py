@@ -124,6 +124,27 @@ class NormLinear(nn.Module):
         return slot_flops(self.slot, norm_linear_flops, input_gradient, tokens=tokens, in_features=self.dim, out_features=self.out)
 
 
+class AddNorm(nn.LayerNorm):
+    """``LayerNorm(x + residual) * gate`` through the ``add_norm`` op: ``[..., dim] -> [..., dim]``. Parameters are those of ``nn.LayerNorm``.
+
+    Args:
+        dim: width.
+        residual: whether calls add a residual.
+        gate: whether calls multiply by a gate.
+    """
+
+    def __init__(self, dim: int, *, residual: bool = False, gate: bool = False) -> None:
+        super().__init__(dim)
+        used = {"residual": residual, "gate": gate}
+        self.slot = KernelSlot("add_norm", features=("layer", "affine", *(word for word, on in used.items() if on)))
+
+    def forward(self, x: Tensor, residual: Tensor | None = None, gate: Tensor | None = None) -> Tensor:
+        dtype = compute_dtype(x)
+        residual, gate = (None if t is None else t.to(dtype) for t in (residual, gate))
+        out: Tensor = self.slot(x.to(dtype), residual, gamma=self.weight.to(dtype), beta=self.bias.to(dtype), gate=gate, eps=self.eps)
+        return out
+
+
 class DenseModel(nn.Module):
     """What every model does the same way: initialise itself, and list the kernels its layers will ask for."""
 

@@ -42,6 +42,56 @@ def _norm_linear_cases() -> OpCases:
     return OpCases(tuple(cases), lambda inputs, lengths: _norm_linear(inputs, [sum(lengths)]))
 
 
+def _add_norm(
+    inputs: Inputs, outer: list[int], *, width: int = WIDTH_OUT, affine: bool = False, residual: bool = False, gate: bool = False, **options: Any
+) -> Call:
+    arguments = (inputs.tensor(*outer, width), *([inputs.tensor(*outer, width)] if residual else []))
+    if affine:
+        options["gamma"] = inputs.tensor(width)
+        if options.get("norm", "layer") == "layer":
+            options["beta"] = inputs.tensor(width)
+    if gate:
+        options["gate"] = inputs.tensor(*outer, width)
+    return arguments, options
+
+
+def _strided_gate(inputs: Inputs) -> Call:
+    """The gate and what is gated are views of one buffer, as a fused projection leaves them."""
+    buffer = inputs.tensor(19, 3, WIDTH_IN)
+    return (buffer[:, 0], buffer[:, 1]), {"gate": buffer[:, 2]}
+
+
+def _add_norm_cases() -> OpCases:
+    cases = [Case(f"tokens_{n}", partial(_add_norm, outer=[n], residual=True)) for n in (0, 1, 37, 130)]
+    for norm in ("rms", "layer"):
+        kinds: dict[str, dict[str, Any]] = {"plain": {}, "gate": {"gate": True}, "everything": {"affine": True, "residual": True, "gate": True}}
+        cases += [Case(f"{norm}_{name}", partial(_add_norm, outer=[17], norm=norm, **kind)) for name, kind in kinds.items()]
+    cases += [
+        Case("one_column", partial(_add_norm, outer=[5], width=1, norm="rms", gate=True)),
+        Case("wide", partial(_add_norm, outer=[3], width=1100, residual=True, gate=True, affine=True)),
+        Case("two_outer_dimensions", partial(_add_norm, outer=[3, 5], residual=True, gate=True)),
+        Case("no_outer_dimension", partial(_add_norm, outer=[], residual=True)),
+        Case("eps", partial(_add_norm, outer=[9], eps=1e-1)),
+        Case("strided", _strided_gate),
+    ]
+    return OpCases(tuple(cases), lambda inputs, lengths: _add_norm(inputs, [sum(lengths)], residual=True, gate=True))
+
+
+def _gated(inputs: Inputs, shape: list[int]) -> Call:
+    return tuple(inputs.tensor(*shape) for _ in range(3)), {}
+
+
+def _strided_residual(inputs: Inputs) -> Call:
+    x, gate, residual = inputs.tensor(19, 3, WIDTH_IN).unbind(1)
+    return (x, gate, residual), {}
+
+
+def _gated_residual_cases() -> OpCases:
+    shapes = {"empty": [0, 7], "one_value": [1], "no_dimension": [], "odd": [37, 41], "three_dimensions": [3, 5, 24], "long": [2500]}
+    cases = [Case(name, partial(_gated, shape=shape)) for name, shape in shapes.items()]
+    return OpCases((*cases, Case("strided", _strided_residual)), lambda inputs, lengths: _gated(inputs, [sum(lengths), WIDTH_IN]))
+
+
 def _pffn(inputs: Inputs, lengths: list[int], *, keys: int = 17, **options: Any) -> Call:
     shape = (len(lengths), keys, HEADS, inputs.head_dim)
     q0 = inputs.tensor(sum(lengths), HEADS, inputs.head_dim)
@@ -132,6 +182,8 @@ def _bmm_cases() -> OpCases:
 
 OP_CASES = ATTENTION_CASES | {
     "norm_linear": _norm_linear_cases,
+    "add_norm": _add_norm_cases,
+    "gated_residual": _gated_residual_cases,
     "pffn": _pffn_cases,
     "jagged_concat": _concat_cases,
     "jagged_split": _split_cases,
