@@ -44,7 +44,15 @@ from gem_core.spec.parallel import (
     Topology,
 )
 from gem_core.spec.plan import BatchFacts, BlockFacts, EmbeddingPlan, LayoutPlan, ModelFacts, StepPlan, StepRequest, TablePlan
-from gem_core.spec.precision import Precision, PrecisionDecision, PrecisionRecipe
+from gem_core.spec.precision import (
+    ChangingPrecision,
+    HoldsWeights,
+    PairedSums,
+    Precision,
+    PrecisionDecision,
+    PrecisionNews,
+    PrecisionRecipe,
+)
 
 __all__ = [
     "ADAM_BETAS",
@@ -56,6 +64,7 @@ __all__ = [
     "BatchFacts",
     "BlockFacts",
     "BlockMemory",
+    "ChangingPrecision",
     "CheckpointInfo",
     "CliCommand",
     "CountsUnknownIds",
@@ -66,6 +75,7 @@ __all__ = [
     "EmbeddingPlan",
     "Embeddings",
     "GemError",
+    "HoldsWeights",
     "IdFeature",
     "KernelImpl",
     "KernelRequest",
@@ -77,11 +87,13 @@ __all__ = [
     "ModelFacts",
     "ModelSpec",
     "OpSpec",
+    "PairedSums",
     "ParallelContext",
     "ParallelStrategy",
     "PluginError",
     "Precision",
     "PrecisionDecision",
+    "PrecisionNews",
     "PrecisionRecipe",
     "PrefetchesIds",
     "ReportsMemory",

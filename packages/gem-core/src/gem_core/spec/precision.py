@@ -1,9 +1,10 @@
 """Declaration of a precision recipe and the protocol of what it loads."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,4 +51,89 @@ class Precision(Protocol):
 
     def compute_dtype(self) -> str:
         """The dtype kernels are asked for: one of ``gem_core.spec.kernels.DTYPES``."""
+        ...
+
+
+@runtime_checkable
+class HoldsWeights(Protocol):
+    """A ``Precision`` that holds things made of the weights, such as rounded copies."""
+
+    def weights_changed(self) -> None:
+        """The dense weights have other values now: the optimiser has moved, or averages were put in their place or taken out of it."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PairedSums:
+    """One task's sums over the rows of one step on all ranks, scored twice with the same weights and dropout: ``(high, low)``.
+
+    Args:
+        weight: sum of the rows' weights; 0 where no row is observed.
+        positive: sum of weight times label.
+        predicted: sums of weight times predicted probability.
+        loss: sums of weight times log loss.
+    """
+
+    weight: float
+    positive: float
+    predicted: tuple[float, float]
+    loss: tuple[float, float]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PrecisionNews:
+    """What a recipe makes of a pair.
+
+    Args:
+        record: plain values for the run's log.
+        say: what people and the manifest are told, if anything; decisions may have changed then.
+        stop: why the run has to end, if it has to.
+    """
+
+    record: Mapping[str, Any]
+    say: str | None = None
+    stop: str | None = None
+
+
+@runtime_checkable
+class ChangingPrecision(Protocol):
+    """Optional methods of a ``Precision`` whose formats change while a run trains: by the step, or by what a pair of forward passes shows.
+
+    In a paired step the trainer runs the batch forward twice with the same weights, table rows and random state: once without gradients inside
+    ``high``, and then as ever. The first pass leaves no trace in the run. All ranks call the same methods with the same values.
+    """
+
+    def begin_step(self, step: int) -> bool:
+        """Called before the forward pass of an optimiser step, counted from 1; returns whether the step is paired."""
+        ...
+
+    def high(self) -> AbstractContextManager[Any]:
+        """A context in which nothing computes in low precision."""
+        ...
+
+    def sums(self) -> Sequence[float]:
+        """This rank's own figures of the pair, which the trainer adds up over the ranks; as many on each of them."""
+        ...
+
+    def observe(self, step: int, pairs: Mapping[str, PairedSums], sums: Sequence[float], folder: Path | None) -> PrecisionNews:
+        """Judge the pair of a step, after it was taken.
+
+        Args:
+            step: the step.
+            pairs: by task.
+            sums: what ``sums`` gave, added up over all ranks.
+            folder: the run folder on the first rank, which may write there; None on the others.
+        """
+        ...
+
+    def decisions(self) -> Sequence[PrecisionDecision]:
+        """What ``prepare`` returned, as it stands now."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed or evaluated run needs: plain values, all finite."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from ``state_dict``; called after ``prepare``."""
         ...

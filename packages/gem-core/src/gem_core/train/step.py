@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from gem_core.batch import Batch
-from gem_core.spec import Embeddings, PluginError, Precision, Task
+from gem_core.spec import ChangingPrecision, Embeddings, HoldsWeights, PluginError, Precision, Task
 from gem_core.train.ahead import Ahead
 from gem_core.train.diagnose import non_finite
 from gem_core.train.feed import Work
@@ -51,17 +51,23 @@ class Learner:
     average: AveragedWeights | None
     stream: StreamMetrics
     ahead: Ahead = field(init=False)
+    changing: ChangingPrecision | None = field(init=False)
 
     def __post_init__(self) -> None:
         self.ahead = Ahead(self.embeddings, self.world.device)
+        self.changing = self.precision if isinstance(self.precision, ChangingPrecision) else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepResult:
-    """This rank's part of the global loss (the parts add up), and the norm of the dense gradients before clipping."""
+    """This rank's part of the global loss (the parts add up), and the norm of the dense gradients before clipping.
+
+    ``pairs`` ``[2, tasks, 4]`` are this rank's ``StreamMetrics`` sums of a paired step, computed high and as it was trained; None for another step.
+    """
 
     loss: float
     grad_norm: float
+    pairs: Tensor | None = None
 
 
 class _Told:
@@ -93,6 +99,7 @@ def train_step(learner: Learner, work: Work, *, step: int, lr_factor: float, fol
         RunFailed: the loss or a gradient is not finite; raised before the optimisers move, those of tables that change in backward included.
     """
     world, phase = learner.world, learner.world.clock.phase
+    paired = learner.changing is not None and learner.changing.begin_step(step)
     for group in learner.optimizer.param_groups:
         group["lr"] = learner.dense_lr * lr_factor
     learner.embeddings.set_lr(learner.sparse_lr * lr_factor)
@@ -100,12 +107,17 @@ def train_step(learner: Learner, work: Work, *, step: int, lr_factor: float, fol
     learner.embeddings.zero_grad()
     look_late = getattr(learner.embeddings, "updates_in_step", False)
     told: list[_Told] = []
+    pairs: list[Tensor] = []
     for number, host_batch in enumerate(work.batches):
         with phase(COPY):
             ready = learner.ahead.take(host_batch)
         with phase(FORWARD), learner.precision.forward_context(world.device.type):
-            logits = forward(learner.dense, learner.embeddings, ready.batch, learner.tasks, ids=ready.ids)
-            loss, sums = batch_loss(logits, ready.batch, learner.tasks, work.weights)
+            embedded = learner.embeddings(ready.batch.ids if ready.ids is None else ready.ids)
+        high = _high_sums(learner, ready.batch, embedded, work.weights) if paired else None
+        with phase(FORWARD), learner.precision.forward_context(world.device.type):
+            loss, sums = batch_loss(score(learner.dense, ready.batch, embedded, learner.tasks), ready.batch, learner.tasks, work.weights)
+        if high is not None:
+            pairs.append(torch.stack([high, sums]))
         told.append(_Told(loss))
         with phase(COPY):
             _prepare_next(learner.ahead, work.batches[number + 1 :], following)
@@ -119,12 +131,36 @@ def train_step(learner: Learner, work: Work, *, step: int, lr_factor: float, fol
     with phase(OPTIMISER):
         norm = clip_gradients(learner.model, learner.clip_norm)
         learner.optimizer.step()
+        weights_changed(learner.precision)
     with phase(TABLES):
         learner.embeddings.step()
     if learner.average is not None:
         with phase(OPTIMISER):
             learner.average.update()
-    return StepResult(loss=sum(loss.value() for loss in told), grad_norm=norm)
+    return StepResult(loss=sum(loss.value() for loss in told), grad_norm=norm, pairs=torch.stack(pairs).sum(0).cpu() if pairs else None)
+
+
+@torch.no_grad()
+def _high_sums(learner: Learner, batch: Batch, embedded: Mapping[str, Tensor], weights: Tensor) -> Tensor:
+    """``[tasks, 4]`` sums of a batch whose forward pass computes high. Random state and buffers are put back: the run does not notice.
+
+    A context of its own: autocast keeps the casts of weights until it ends, and those made without gradients would cut the step's own off.
+    """
+    world, changing = learner.world, learner.changing
+    assert changing is not None
+    kept = [(buffer, buffer.clone()) for buffer in learner.model.buffers()]
+    random_state = torch.random.fork_rng([world.device] if world.device.type == "cuda" else [])
+    with world.clock.phase(FORWARD), random_state, changing.high(), learner.precision.forward_context(world.device.type):
+        sums = batch_loss(score(learner.dense, batch, embedded, learner.tasks), batch, learner.tasks, weights)[1]
+    for buffer, before in kept:
+        buffer.copy_(before)
+    return sums
+
+
+def weights_changed(precision: Precision) -> None:
+    """Tell a recipe that holds things made of the dense weights that these have other values now."""
+    if isinstance(precision, HoldsWeights):
+        precision.weights_changed()
 
 
 def _prepare_next(ahead: Ahead, left: Sequence[Batch], following: Callable[[], Work | None] | None) -> None:
@@ -143,16 +179,18 @@ def _refuse_non_finite(learner: Learner, told: Sequence[_Told], batches: Sequenc
         raise non_finite(world, learner.model, learner.dense, learner.embeddings, learner.precision, batch, step=step)
 
 
-def forward(dense: nn.Module, embeddings: Embeddings, batch: Batch, tasks: Sequence[Task], *, ids: Any = None) -> dict[str, Tensor]:
-    """``{task: logits [rows]}``, float32 at least.
+def forward(dense: nn.Module, embeddings: Embeddings, batch: Batch, tasks: Sequence[Task]) -> dict[str, Tensor]:
+    """``score`` of a batch whose ids are looked up first."""
+    return score(dense, batch, embeddings(batch.ids), tasks)
 
-    Args:
-        ids: what the tables are called with, if not with the batch's ids: what the engine's ``prefetch`` gave for them.
+
+def score(dense: nn.Module, batch: Batch, embedded: Mapping[str, Tensor], tasks: Sequence[Task]) -> dict[str, Tensor]:
+    """``{task: logits [rows]}`` of a batch and its looked-up vectors, float32 at least.
 
     Raises:
         PluginError: the model leaves a task out or answers in another shape.
     """
-    answer: Mapping[str, Any] = dense(batch, embeddings(batch.ids if ids is None else ids))
+    answer: Mapping[str, Any] = dense(batch, embedded)
     logits = {}
     for task in tasks:
         got = answer.get(task.name)
