@@ -14,7 +14,8 @@ from torch.nn.functional import binary_cross_entropy_with_logits as bce
 from gem_core.batch import Batch
 from gem_core.builtin.embedding import TorchEmbeddings
 from gem_core.builtin.precision import Fp32
-from gem_core.spec import DataSchema, PluginError, RequestError, RunFailed, SparseOptimizer, Task
+from gem_core.spec import DataSchema, HoldsWeights, PluginError, RequestError, RunFailed, SparseOptimizer, Task
+from gem_core.train.evaluate import evaluate
 from gem_core.train.feed import Feed, Work
 from gem_core.train.labels import check_batch, check_tasks, observed, weight_sums
 from gem_core.train.metrics import StreamMetrics
@@ -71,6 +72,36 @@ def plain_loss(logits: Mapping[str, Tensor], batch: Batch, weights: Tensor) -> T
                 part = part + w * bce(logits[task.name][i], batch.labels[task.name][i])
         total = total + task.weight * part / denominator
     return total
+
+
+class Holding(Fp32):
+    """A recipe that is told of new weights: it notes the first parameter at that moment."""
+
+    def __init__(self) -> None:
+        self.seen: list[Tensor] = []
+        self.model: nn.Module | None = None
+
+    def weights_changed(self) -> None:
+        assert self.model is not None
+        self.seen.append(next(self.model.parameters()).detach().clone())
+
+
+def test_a_recipe_that_holds_weights_is_told_of_new_ones(source: FakeSource) -> None:
+    """Once a step, of all micro-batches, after the optimiser has moved; and on both sides of an evaluation on averages."""
+    learner = learner_of(source, decay=0.5)
+    learner.precision = recipe = Holding()
+    recipe.model = learner.model
+    assert isinstance(recipe, HoldsWeights)
+    before = next(learner.model.parameters()).detach().clone()
+    train_step(learner, work_of(source, torch.arange(4), torch.arange(4, 8)), step=0, lr_factor=1.0)
+    (moved,) = recipe.seen
+    assert not torch.equal(moved, before)
+    assert torch.equal(moved, next(learner.model.parameters()))
+    assert learner.average is not None
+    evaluate(learner.dense, learner.embeddings, recipe, source, learner.world, batch_size=8, weights=learner.average.in_place)
+    assert torch.equal(recipe.seen[1], next(iter(learner.average.state_dict().values())))
+    assert not torch.equal(recipe.seen[1], moved)
+    assert torch.equal(recipe.seen[2], moved)
 
 
 # ---- which rows count -------------------------------------------------------------------------------------------------------------------

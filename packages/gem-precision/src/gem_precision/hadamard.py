@@ -32,6 +32,12 @@ def rotate(x: Tensor, seed: int) -> Tensor:
     return turned
 
 
+def turned(x: Tensor, seed: int | None) -> Tensor:
+    """``x`` in float32, turned where there is a seed and the axis is a multiple of ``WIDTH``: both operands of a product decide alike."""
+    x = x.float()
+    return x if seed is None or x.shape[-1] % WIDTH or not x.shape[-1] else rotate(x, seed)
+
+
 @cache
 def _matrix(seed: int) -> Tensor:
     """``D H``: ``[WIDTH, WIDTH]`` float32, Sylvester's construction."""

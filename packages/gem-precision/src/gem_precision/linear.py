@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from gem_precision.formats import Format, Quantized, quantize
-from gem_precision.hadamard import WIDTH, rotate
+from gem_precision.hadamard import turned
+from gem_precision.weights import HeldWeight, rounded
 
 Watch = Callable[[str, Tensor, Quantized], None]
 
@@ -53,24 +54,34 @@ class LowForward:
     Args:
         module: the layer.
         rule: its rule.
+        multiply: the backend that computes it, as ``gem_precision.backends`` says; None for the emulation.
         watch: in training, told each operand before and after rounding: ``(role, original, quantized)`` with role ``inputs``, ``weights`` or
             ``grads``.
     """
 
-    def __init__(self, module: nn.Linear, rule: LinearRule) -> None:
+    def __init__(self, module: nn.Linear, rule: LinearRule, multiply: Callable[..., Tensor] | None = None) -> None:
         self.module, self.rule = module, rule
+        self.multiply = multiply or emulated_linear
+        self.held = HeldWeight()
         self.watch: Watch | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
+        flat, watch = x.reshape(-1, x.shape[-1]), self.watch if self.module.training else None
         with torch.autocast(x.device.type, enabled=False):
-            out = low_linear(x, self.module.weight, self.rule, self.watch if self.module.training else None)
+            out = self.multiply(flat, self.module.weight, self.rule, self.held, watch)
             out = out if self.module.bias is None else out + self.module.bias
-        return out.to(_asked_dtype(x))
+        return out.reshape(*x.shape[:-1], out.shape[-1]).to(_asked_dtype(x))
 
 
-def low_linear(x: Tensor, weight: Tensor, rule: LinearRule, watch: Watch | None = None) -> Tensor:
-    """``x weight^T`` under a rule: ``[..., in]`` and ``[out, in]`` to ``[..., out]`` float32."""
-    flat: Tensor = _Linear.apply(x.reshape(-1, x.shape[-1]), weight, rule, watch)  # type: ignore[no-untyped-call]
+def emulated_linear(x: Tensor, weight: Tensor, rule: LinearRule, held: HeldWeight, watch: Watch | None = None) -> Tensor:
+    """``x weight^T`` under a rule, by exact emulation: ``[rows, in]`` and ``[out, in]`` to ``[rows, out]`` float32."""
+    out: Tensor = _Linear.apply(x, weight, rule, held, watch)  # type: ignore[no-untyped-call]
+    return out
+
+
+def low_linear(x: Tensor, weight: Tensor, rule: LinearRule) -> Tensor:
+    """``x weight^T`` under a rule, where the weight is no layer's own: ``[..., in]`` and ``[out, in]`` to ``[..., out]`` float32."""
+    flat = emulated_linear(x.reshape(-1, x.shape[-1]), weight, rule, HeldWeight())
     return flat.reshape(*x.shape[:-1], weight.shape[0])
 
 
@@ -78,38 +89,34 @@ class _Linear(torch.autograd.Function):
     """``x w^T`` of ``[n, in]`` and ``[out, in]``, float32."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, rule: LinearRule, watch: Any) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, rule: LinearRule, held: HeldWeight, watch: Any) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.rule, ctx.watch = rule, watch
-        left, right = _pair(x, weight, rule)
-        return _product(_low("inputs", left, rule.inputs, rule, watch), _low("weights", right, rule.weights, rule, watch))
+        ctx.rule, ctx.held, ctx.watch = rule, held, watch
+        low = rounded(held, weight, rule.weights, rule.hadamard, transposed=False)
+        left = _low("inputs", x, rule.inputs, rule, watch)
+        if watch is not None:
+            watch("weights", turned(weight, rule.hadamard), low)
+        return _product(left, low.dequantize())
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         x, weight = ctx.saved_tensors
         rule: LinearRule = ctx.rule
         dx = dw = None
         if ctx.needs_input_grad[0]:
-            left, right = _pair(grad, weight.T, rule)
-            dx = _product(_low("grads", left, rule.grads, rule, ctx.watch), _low("weights", right, rule.weights, rule, None)).to(x.dtype)
+            low = rounded(ctx.held, weight, rule.weights, rule.hadamard, transposed=True)
+            dx = _product(_low("grads", grad, rule.grads, rule, ctx.watch), low.dequantize()).to(x.dtype)
         if ctx.needs_input_grad[1] and not rule.weight_grad:
             dw = (grad.float().T @ x.float()).to(weight.dtype)
         elif ctx.needs_input_grad[1]:
-            left, right = _pair(grad.T, x.T, rule)
-            dw = _product(_low("grads", left, rule.grads, rule, None), _low("inputs", right, rule.inputs, rule, None)).to(weight.dtype)
-        return dx, dw, None, None
-
-
-def _pair(left: Tensor, right: Tensor, rule: LinearRule) -> tuple[Tensor, Tensor]:
-    """Both operands, turned by the transform where the rule asks and the axis allows."""
-    left, right = left.float(), right.float()
-    if rule.hadamard is None or left.shape[-1] % WIDTH or not left.shape[-1]:
-        return left, right
-    return rotate(left, rule.hadamard), rotate(right, rule.hadamard)
+            dw = _product(_low("grads", grad.T, rule.grads, rule, None), _low("inputs", x.T, rule.inputs, rule, None)).to(weight.dtype)
+        return dx, dw, None, None, None
 
 
 def _low(role: str, x: Tensor, form: Format, rule: LinearRule, watch: Watch | None) -> Tensor:
+    """An operand as the product reads it, blocks and transform along its last axis."""
+    x = turned(x, rule.hadamard)
     quantized = quantize(x, form, rounding="stochastic" if role == "grads" and rule.stochastic else "nearest")
     if watch is not None:
         watch(role, x, quantized)
@@ -133,6 +140,6 @@ def rule_of(module: nn.Module) -> LinearRule | None:
     return forward.rule if isinstance(forward, LowForward) else None
 
 
-def lower(module: nn.Linear, rule: LinearRule) -> None:
-    """Change a layer in place so that it computes under ``rule``. Touches no tensor."""
-    vars(module)["forward"] = LowForward(module, rule)
+def lower(module: nn.Linear, rule: LinearRule, multiply: Callable[..., Tensor] | None = None) -> None:
+    """Change a layer in place so that it computes under ``rule``, by a backend or the emulation. Touches no tensor."""
+    vars(module)["forward"] = LowForward(module, rule, multiply)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from gem_core.spec import DataSchema, Embeddings, Precision, Shard, Source
 from gem_core.train.feed import Feed, Work
 from gem_core.train.metrics import Predictions, TaskMetrics
-from gem_core.train.step import forward
+from gem_core.train.step import forward, weights_changed
 from gem_core.train.world import World
 
 log = logging.getLogger("gem_core.train")
@@ -58,11 +58,13 @@ def evaluate(
     begun, schema = time.perf_counter(), source.schema()
     collected = Predictions(schema.tasks)
     with weights(), _scoring(dense):
+        weights_changed(precision)
         for batch in _batches(source, schema, world, split=split, batch_size=batch_size, prepare=prepare):
             moved = batch.to(world.device, non_blocking=True)
             with precision.forward_context(world.device.type):
                 logits = forward(dense, embeddings, moved, schema.tasks)
             collected.add(logits, batch)
+    weights_changed(precision)
     tasks, rows = collected.compute(world) or (None, None)
     _report_gaps(tasks, source.rows(split), split)
     return Evaluation(tasks=tasks, rows=rows, seconds=time.perf_counter() - begun)

@@ -47,6 +47,11 @@ class Format:
         """Whether scales are stored in eight bits."""
         return self.scale in ("floor", "rceil", "even")
 
+    @property
+    def symmetric(self) -> bool:
+        """Whether a matrix and its transpose have the same blocks, so that one quantised copy serves both."""
+        return self.block[0] == self.block[1]
+
 
 def _formats() -> dict[str, Format]:
     mx = [
@@ -98,6 +103,10 @@ class Quantized:
         height, width = _sizes(self.format.block, rows, columns)
         scales = self.scales.repeat_interleave(height, -2)[..., :rows, :].repeat_interleave(width, -1)[..., :columns]
         return self.elements * scales
+
+    def transposed(self) -> "Quantized":
+        """The transposed tensor in the same format, whose blocks are ``symmetric``: views."""
+        return Quantized(self.elements.transpose(-2, -1), self.scales.transpose(-2, -1), self.format)
 
     def saturated(self) -> float:
         """Share of the elements that are as large as the format allows."""

@@ -10,13 +10,14 @@ from typing import Any, Literal
 from torch import nn
 
 from gem_core.spec import PrecisionDecision, RequestError
-from gem_precision.linear import LinearRule, lower, rule_of
+from gem_precision.linear import LinearRule, LowForward, lower, rule_of
 from gem_precision.plugin import emulated
 from gem_precision.policy import island_around
 from gem_precision.presets import PRESETS
 from gem_precision.recipes.bf16_islands import Bf16Islands
 from gem_precision.sites import Site, sites
 from gem_precision.telemetry import Telemetry
+from gem_precision.weights import HeldWeight
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +56,7 @@ class LowSites:
         self._name, self._high, self._small, self._attention = name, tuple(high), small, attention
         self._telemetry = Telemetry() if telemetry else None
         self._rest = Bf16Islands(islands=islands, small=0, cpu=cpu)
+        self._held: list[HeldWeight] = []
 
     def choose(self, site: Site) -> Lowering | str:
         """What becomes of a site that nothing keeps high, or why it stays."""
@@ -79,13 +81,23 @@ class LowSites:
             chosen = "its weights are handed to a kernel" if site.handed else island or self._reason_to_stay(site) or self.choose(site)
             if isinstance(chosen, Lowering):
                 decided[site.name] = _lowered(site, chosen)
-                if self._telemetry is not None and site.slot is None:
-                    vars(site.module)["forward"].watch = self._telemetry.watcher(site.name)
+                if site.slot is None:
+                    self._follow(site.name, vars(site.module)["forward"])
             else:
                 before = decided.get(site.name)
                 form = before.format if before is not None else "fp32" if island else self.compute_dtype()
                 decided[site.name] = PrecisionDecision(module=site.name, format=form, reason=chosen)
         return list(decided.values())
+
+    def _follow(self, site: str, forward: LowForward) -> None:
+        self._held.append(forward.held)
+        if self._telemetry is not None:
+            forward.watch = self._telemetry.watcher(site)
+
+    def weights_changed(self) -> None:
+        """Nothing that was made of the weights holds any longer."""
+        for held in self._held:
+            held.drop()
 
     def _reason_to_stay(self, site: Site) -> str | None:
         if site.attention and not self._attention:

@@ -1,0 +1,114 @@
+"""Backends of low-precision linear layers: who multiplies for a recipe, on which devices, at which shapes.
+
+A backend is declared in ``BACKENDS`` and names its code by string, so that listing what there is imports none of it. Each computes the numbers of one
+recipe of ``gem_precision.presets``; the emulated one of a recipe is the reference that the others are held to.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from gem_core.spec import KernelUnavailable, load_object
+from gem_precision.plugin import emulated
+from gem_precision.presets import PRESETS
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Device:
+    """Where products are computed.
+
+    Args:
+        type: ``cpu`` or ``cuda``.
+        name: as torch has it for a GPU.
+        arch: compute capability as an integer, 90 for sm90; None on a CPU.
+    """
+
+    type: str
+    name: str
+    arch: int | None = None
+
+    @classmethod
+    def here(cls, device_type: str) -> "Device":
+        """The device of that type that this process computes on."""
+        if device_type != "cuda":
+            return cls(type=device_type, name=device_type)
+        major, minor = torch.cuda.get_device_capability()
+        return cls(type="cuda", name=torch.cuda.get_device_name(), arch=10 * major + minor)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LinearShape:
+    """``[rows, inputs] x [outputs, inputs]``; ``rows`` is None where it is not known yet."""
+
+    inputs: int
+    outputs: int
+    rows: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LinearBackend:
+    """A way to compute the linear layers of a recipe.
+
+    Args:
+        name: unique.
+        recipe: the name in ``PRESETS`` whose numbers it computes.
+        load: ``module:function``, called as ``function(x, weight, rule, held, watch)``: ``[rows, in]`` and ``[out, in]`` to ``[rows, out]``, with
+            gradients; ``held`` is the ``gem_precision.weights.HeldWeight`` of the layer, ``watch`` as in ``gem_precision.linear.LowForward``.
+        check: ``module:function``, called as ``function(device, shape)`` with a ``Device`` and a ``LinearShape``: the reasons why it cannot be used
+            there, none if it can. None for a backend that works everywhere.
+        emulated: it gives the numbers of the format without its speed.
+        measured: its results and its speed have been checked on the hardware that it is for. One that has not is used where it is named, and never
+            chosen automatically.
+    """
+
+    name: str
+    recipe: str
+    load: str
+    check: str | None = None
+    emulated: bool = False
+    measured: bool = False
+
+    def why_not(self, device: Device, shape: LinearShape) -> list[str]:
+        """The reasons why it cannot compute this shape on this device, none if it can."""
+        return [] if self.check is None else list(load_object(self.check)(device, shape))
+
+    def resolve(self) -> Callable[..., Any]:
+        """Import the function that ``load`` names."""
+        function: Callable[..., Any] = load_object(self.load)
+        return function
+
+
+BACKENDS: tuple[LinearBackend, ...] = tuple(
+    LinearBackend(name=emulated(recipe), recipe=recipe, load="gem_precision.linear:emulated_linear", emulated=True, measured=True)
+    for recipe in PRESETS
+)
+"""Every backend, those of one recipe in the order in which tables show them."""
+
+
+def backends_of(recipe: str) -> list[LinearBackend]:
+    """The backends that compute a recipe's numbers."""
+    return [backend for backend in BACKENDS if backend.recipe == recipe]
+
+
+def find_backend(name: str, recipe: str) -> LinearBackend:
+    """The backend of that name.
+
+    Raises:
+        KernelUnavailable: there is none for the recipe.
+    """
+    known = {backend.name: backend for backend in backends_of(recipe)}
+    if name not in known:
+        raise KernelUnavailable(f"linear backend {name!r} for {recipe!r}", "there is none of that name", f"Choose one of {', '.join(known)}.")
+    return known[name]
+
+
+def require(backend: LinearBackend, device: Device, shape: LinearShape) -> None:
+    """A backend that was asked for by name can compute the shape.
+
+    Raises:
+        KernelUnavailable: it cannot, with its reasons.
+    """
+    if reasons := backend.why_not(device, shape):
+        raise KernelUnavailable(f"linear backend {backend.name!r}", "; ".join(reasons), f"Leave the name out, or name {emulated(backend.recipe)!r}.")

@@ -1,0 +1,150 @@
+"""Weights that are rounded once for each of their values: how often, when again, and that no bit of a result changes."""
+
+import copy
+import pickle
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from gem_precision import weights
+from gem_precision.formats import FORMATS, Format, Quantized, find_format, quantize
+from gem_precision.linear import LinearRule, lower
+from gem_precision.presets import PRESETS
+from gem_precision.recipes.low_precision import LowPrecision
+from gem_precision.weights import HeldWeight, rounded
+
+RULES = {
+    **{name: preset.rule() for name, preset in PRESETS.items()},
+    "square mx": LinearRule(**dict.fromkeys(("inputs", "weights", "grads"), find_format("mxfp8_e4m3_32x32"))),
+    "turned": replace(PRESETS["mxfp8"].rule(), hadamard=1),
+}
+SIDES = {"fp8_block": 1, "fp8_naive": 1, "square mx": 1}
+"""How often a weight is rounded for its forward product and its input gradient, where it is not twice: blocks of these are square."""
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, ...]]]:
+    """The shapes of the weights that were rounded."""
+    seen: list[tuple[int, ...]] = []
+
+    def count(x: Tensor, form: Format) -> Quantized:
+        seen.append(tuple(x.shape))
+        return quantize(x, form)
+
+    monkeypatch.setattr(weights, "quantize", count)
+    return seen
+
+
+def layer(rule: LinearRule, holds: bool = True) -> nn.Linear:
+    torch.manual_seed(5)
+    low = nn.Linear(96, 160)
+    lower(low, rule)
+    if not holds:
+        vars(low)["forward"].held = Forgetful()
+    return low
+
+
+class Forgetful(HeldWeight):
+    """Holds nothing: what a layer did before it held its weight."""
+
+    def get(self, weight: Tensor, name: object, make):  # type: ignore[no-untyped-def]
+        return make(weight)
+
+
+def steps(low: nn.Linear, micro: int = 3) -> list[Tensor]:
+    """Two optimiser steps of several micro-batches, an evaluation between them, and activation checkpointing in some; everything that came out."""
+    generator, out = torch.Generator().manual_seed(1), []
+    optimizer = torch.optim.AdamW(low.parameters(), lr=0.01)
+    for _ in range(2):
+        for batch in range(micro):
+            x = torch.randn(9, 96, generator=generator).requires_grad_()
+            y = checkpoint(low, x, use_reentrant=False) if batch % 2 else low(x)
+            assert y is not None
+            y.square().sum().backward()
+            out += [y.detach(), x.grad]
+        with torch.no_grad():
+            out.append(low(torch.randn(4, 96, generator=generator)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*out, *(p.detach() for p in low.parameters())]
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_a_weight_is_rounded_once_for_each_value_and_no_bit_changes(name: str, counted: list[tuple[int, ...]]) -> None:
+    want = steps(layer(RULES[name], holds=False))
+    without = len(counted)
+    counted.clear()
+    got = steps(layer(RULES[name]))
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    assert len(counted) == 2 * SIDES.get(name, 2)
+    assert without > 3 * len(counted), "the count sees a layer that holds nothing"
+
+
+def test_every_way_to_change_a_weight_is_seen(counted: list[tuple[int, ...]]) -> None:
+    low, x = layer(RULES["fp8_block"]), torch.randn(3, 96)
+
+    def anew() -> bool:
+        before = len(counted)
+        low(x)
+        return len(counted) > before
+
+    assert anew()
+    assert not anew()
+    with torch.no_grad():
+        low.weight.mul_(2.0)
+    assert anew()
+    low.load_state_dict({"weight": torch.zeros(160, 96), "bias": torch.zeros(160)})
+    assert anew()
+    low.weight.data = torch.ones(160, 96)
+    assert anew()
+    low.weight = nn.Parameter(torch.ones(160, 96))
+    assert anew()
+    vars(low)["forward"].held.drop()
+    assert anew()
+    with torch.inference_mode():
+        low.weight = nn.Parameter(torch.ones(160, 96), requires_grad=False)
+        assert anew()
+        assert anew(), "a tensor of inference mode has no version: it is never held"
+
+
+def test_copies_hold_nothing_of_the_original() -> None:
+    low, x = layer(RULES["mxfp8"]), torch.randn(3, 96)
+    low(x)
+    for twin in (copy.deepcopy(low), pickle.loads(pickle.dumps(low))):
+        assert vars(twin)["forward"].held._made == {}
+        assert torch.equal(twin(x), low(x))
+
+
+def test_a_recipe_drops_what_it_holds_when_it_is_told_of_new_weights(counted: list[tuple[int, ...]]) -> None:
+    recipe, model = LowPrecision("fp8_block", small=0), nn.Sequential(nn.Linear(96, 160))
+    recipe.prepare(model, "cpu")
+    x = torch.randn(3, 96)
+    model(x)
+    model[0].weight.data.mul_(2.0)  # behind torch's back: no version is raised
+    stale = model(x)
+    recipe.weights_changed()
+    assert not torch.equal(model(x), stale)
+    assert len(counted) == 2
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.sampled_from(sorted(FORMATS)), st.integers(0, 140), st.integers(1, 140), st.integers(0, 99))
+def test_a_symmetric_format_gives_both_sides_from_one(name: str, out: int, inputs: int, seed: int) -> None:
+    """Any size, with a NaN and wide ranges: the transposed copy is what rounding the transposed weight gives."""
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randn(out, inputs, generator=generator) * 10 ** (3 * torch.randn(out, 1, generator=generator))
+    if out > 3:
+        weight[3, 0] = torch.nan
+    form, held = FORMATS[name], HeldWeight()
+    for transposed in (False, True):
+        got = rounded(held, weight, form, None, transposed=transposed)
+        want = quantize(weight.T if transposed else weight, form)
+        assert torch.equal(got.dequantize().nan_to_num(nan=-7.0), want.dequantize().nan_to_num(nan=-7.0))
+    assert len(held._made) == (1 if form.symmetric else 2)
+    assert form.symmetric == name.endswith(("32x32", "128x128", "tensor"))
