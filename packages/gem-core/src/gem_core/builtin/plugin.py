@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from gem_core.builtin.baselines import BASELINE_KERNELS
 from gem_core.builtin.kernels import OPS, REFERENCE_KERNELS
 from gem_core.spec import (
     DataSource,
@@ -23,7 +24,7 @@ def gem_kernel_ops() -> Sequence[OpSpec]:
 
 @hookimpl
 def gem_kernel_impls() -> Sequence[KernelImpl]:
-    return REFERENCE_KERNELS
+    return (*REFERENCE_KERNELS, *BASELINE_KERNELS)
 
 
 @hookimpl
