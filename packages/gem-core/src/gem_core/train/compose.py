@@ -23,6 +23,7 @@ from gem_core.ops.slot import bind_kernels
 from gem_core.plugins import host
 from gem_core.select.policy import KernelChoice, choose, policy_scope
 from gem_core.spec import (
+    ChangingPrecision,
     CheckpointInfo,
     DataSchema,
     Embeddings,
@@ -267,6 +268,9 @@ def _restore(run: Run) -> None:
     restore.restore_dense(run.model, run.saved, run.learner.optimizer if run.training else None)
     moves = restore_ids(run.ids, run.saved, run.world, clock=trainer.get("ids", 0))
     restore.restore_tables(run.embeddings, run.saved, updates=trainer["updates"] if run.training else None, moves=moves)
+    if isinstance(run.precision, ChangingPrecision) and trainer.get("precision") is not None:
+        run.precision.load_state_dict(trainer["precision"])
+        run.decisions = run.precision.decisions()
     if run.config.train.ema_decay:
         run.average = run.average or AveragedWeights(run.model, run.config.train.ema_decay)
         restore.restore_average(run.average.state_dict(), run.saved)
@@ -300,6 +304,7 @@ def _manifest(run: Run) -> None:
         tables=run.tables,
         peak=run.peak,
         resumed=[*earlier.get("resumed", ()), *([run.progress.step] if run.resume else ())],
+        precision_events=[event for event in earlier.get("precision_events", ()) if event["step"] <= run.progress.step],
     )
     if run.world.leads:
         if run.resume is None:

@@ -9,7 +9,7 @@ import torch
 
 from gem_core import __version__
 from gem_core.plugins import host
-from gem_core.spec import GemError, ResumableSource, Shard, StepInfo
+from gem_core.spec import GemError, ResumableSource, RunFailed, Shard, StepInfo
 from gem_core.train.checkpoint import restore, values
 from gem_core.train.checkpoint.pieces import dense_pieces, table_pieces
 from gem_core.train.checkpoint.saver import Content
@@ -21,8 +21,9 @@ from gem_core.train.ids.saving import describe, ids_pieces
 from gem_core.train.ledger.clock import LOG, PAUSED
 from gem_core.train.ledger.keeper import in_words
 from gem_core.train.optim import lr_factor
+from gem_core.train.paired import heed
 from gem_core.train.scoring import schema_as_json
-from gem_core.train.step import train_step
+from gem_core.train.step import StepResult, train_step
 
 
 def train_epochs(run: Run) -> None:
@@ -86,8 +87,9 @@ def _steps(run: Run, feed: Feed) -> bool:
             final=config.optim.final_lr_fraction,
         )
         run.ids.begin_step(run.embeddings)
-        following = None if _pauses(run, progress.step + 1) else feed.peek
-        result = train_step(run.learner, work, step=progress.step + 1, lr_factor=factor, following=following)
+        paired = run.learner.changing is not None and run.learner.changing.begin_step(progress.step + 1)
+        following = None if paired or _pauses(run, progress.step + 1) else feed.peek  # a pair may end the run with a checkpoint
+        result = train_step(run.learner, work, step=progress.step + 1, lr_factor=factor, following=following, paired=paired)
         if isinstance(run.source, ResumableSource):
             run.source.trained(work.batches)
         progress.step += 1
@@ -99,6 +101,7 @@ def _steps(run: Run, feed: Feed) -> bool:
         progress.meter.add(rows=work.rows, forward_flops=work.flops, seconds=seconds, data_seconds=work.data_seconds, loss=result.loss)
         run.log.advance(progress.step)
         run.saver.poll()
+        _heed_pair(run, result)
         if progress.step % config.train.log_every == 0 or progress.step == run.total_steps:
             with run.world.clock.phase(LOG):
                 _log_step(run, work, result.loss, seconds, factor=factor, grad_norm=result.grad_norm)
@@ -112,6 +115,17 @@ def _steps(run: Run, feed: Feed) -> bool:
         if progress.step == limit:
             return True
     return False
+
+
+def _heed_pair(run: Run, result: StepResult) -> None:
+    """Raise RunFailed, with a checkpoint of the step kept, where the precision recipe says that the run has to end. Collective."""
+    if result.pairs is None:
+        return
+    with run.world.clock.phase(LOG):
+        why = heed(run, result.pairs)
+    if why is not None:
+        save(run, background=False)
+        raise RunFailed(f"training step {run.progress.step}", why, "The checkpoint of this step is kept, and the manifest says what led to it.")
 
 
 def _pauses(run: Run, step: int) -> bool:
@@ -183,6 +197,7 @@ def save(run: Run, *, background: bool) -> None:
         "data": world.gather_objects(run.source.cursor()) if isinstance(run.source, ResumableSource) else None,
         "updates": run.embeddings.table_updates(),
         "ids": run.ids.clock,
+        "precision": learner.changing.state_dict() if learner.changing is not None else None,
     }
     run.log.event("saving", step)
     run.saver.save(Content(step=step, pieces=pieces, trainer=trainer, about=about(run)), background=background)

@@ -61,6 +61,7 @@ def manifest(
     tables: Iterable[TableSpec],
     peak: Peak,
     resumed: list[dict[str, Any]],
+    precision_events: list[dict[str, Any]],
 ) -> dict[str, Any]:
     """Plain values that say how the run can be made again."""
     plugins, tables = list(plugins), list(tables)
@@ -74,6 +75,7 @@ def manifest(
         "plugins": [{key: getattr(p, key) for key in ("name", "distribution", "version", "status", "error")} for p in plugins],
         "kernels": kernels,
         "precision": [asdict(decision) for decision in decisions],
+        "precision_events": precision_events,
         "topology": asdict(topology),
         "parallel": {key: dict(value) for key, value in strategies.items()},
         "parameters": {

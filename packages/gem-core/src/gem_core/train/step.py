@@ -83,7 +83,9 @@ class _Told:
         return float(self._value)
 
 
-def train_step(learner: Learner, work: Work, *, step: int, lr_factor: float, following: Callable[[], Work | None] | None = None) -> StepResult:
+def train_step(
+    learner: Learner, work: Work, *, step: int, lr_factor: float, following: Callable[[], Work | None] | None = None, paired: bool = False
+) -> StepResult:
     """Take one optimiser step on the rows of all ranks.
 
     The gradient is that of ``batch_loss`` over all rows of all ranks and micro-batches: a rank scales its part by the number of ranks because the
@@ -94,12 +96,12 @@ def train_step(learner: Learner, work: Work, *, step: int, lr_factor: float, fol
 
     Args:
         following: gives the next step, whose first batch is then prepared; None when nothing should be read or sent before this step is over.
+        paired: score each batch high as well, for the precision recipe.
 
     Raises:
         RunFailed: the loss or a gradient is not finite; raised before the optimisers move, those of tables that change in backward included.
     """
     world, phase = learner.world, learner.world.clock.phase
-    paired = learner.changing is not None and learner.changing.begin_step(step)
     for group in learner.optimizer.param_groups:
         group["lr"] = learner.dense_lr * lr_factor
     learner.embeddings.set_lr(learner.sparse_lr * lr_factor)
