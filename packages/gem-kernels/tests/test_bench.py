@@ -119,10 +119,30 @@ def test_the_compiled_products_are_gdpa():
     torch.testing.assert_close(out.transpose(1, 2).reshape(expected.shape), expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize(("op", "variant"), [("add_norm", "residual"), ("add_norm", "gate"), ("gated_residual", "")])
+def test_what_is_compiled_beside_the_kernels_of_elements_is_the_same(op, variant):
+    work = build(op, variant, SHAPES["rows-1M-w256"], [9], torch.float32, "cpu")
+    (peer,) = backends.peers_of(work, variant).values()
+    torch.testing.assert_close(work.call(peer._torchdynamo_orig_callable), work.call(measure.reference_of(op)))
+
+
+@pytest.mark.parametrize(
+    ("op", "variant", "forward", "backward"), [("add_norm", "residual", 3, 4), ("add_norm", "gate", 3, 5), ("gated_residual", "", 4, 5)]
+)
+def test_bytes_of_the_kernels_of_elements_are_those_of_the_readme(op, variant, forward, backward):
+    work = build(op, variant, SHAPES["rows-1M-w256"], [512], torch.float32, "cpu")
+    out = work.call(measure.reference_of(op))
+    size = out.numel() * out.element_size()
+    assert [work.moved([out], mode) // size for mode in ("fwd", "bwd")] == [forward, backward]
+
+
 def test_a_right_function_is_found_right():
     from gem_core.ops.gdpa import reference
 
     assert measure.wrong(reference, small()) is None
+
+
+WITHOUT_FLOPS = ("jagged_concat", "jagged_split", "jagged_pad", "jagged_unpad", "add_norm", "gated_residual")
 
 
 @pytest.mark.parametrize("op", SHAPES_OF)
@@ -133,7 +153,7 @@ def test_every_op_can_be_built_and_called(op):
         assert all(torch.isfinite(output).all() for output in outputs)
         assert work.leaves()
         assert callable(resolve(work, "reference"))
-        assert work.flops > 0 or op in ("jagged_concat", "jagged_split", "jagged_pad", "jagged_unpad")
+        assert (work.flops > 0) == (op not in WITHOUT_FLOPS)
 
 
 def test_every_op_that_this_package_speeds_up_has_shapes():

@@ -234,6 +234,8 @@ FAULTS = [
     ("pooled_attention", {}, {"scale": 0.26}),
     ("norm_linear", {"norm": "layer"}, {"norm": "rms"}),
     ("norm_linear", {"where": "before"}, {"eps": 0.1}),
+    ("add_norm", {"norm": "rms", "beta": None}, {"norm": "layer"}),
+    ("add_norm", {}, {"eps": 0.1}),
     ("pffn", {}, {"activation": "relu"}),
     ("jagged_pad", {}, {"fill": 1.0}),
     ("jagged_dense_bmm_add", {}, {"max_length": 33}),
@@ -247,7 +249,15 @@ def test_a_planted_fault_is_noticed(op, options, fault):
         compare(draw(op, **options), lambda first, **given: real(first, **{**given, **fault}))
 
 
-@pytest.mark.parametrize("op", ["block_attention", "pooled_attention", "norm_linear", "jagged_pad"])
+@pytest.mark.parametrize("op", ["add_norm", "gated_residual"])
+def test_a_gate_in_the_place_of_the_residual_is_noticed(op):
+    real = kernel_of(op)
+    compare(draw(op))
+    with pytest.raises(AssertionError):
+        compare(draw(op), lambda x, *, residual, gate, **rest: real(x, residual=gate, gate=residual, **rest))
+
+
+@pytest.mark.parametrize("op", ["block_attention", "pooled_attention", "norm_linear", "add_norm", "gated_residual", "jagged_pad"])
 def test_reserved_multiprocessors_shrink_the_grid_and_change_nothing(op):
     work = draw(op, (70, 0, 3))
     full = results(kernel_of(op), work)

@@ -38,7 +38,7 @@ def test_only_the_gradients_that_are_wanted_are_asked_for(op):
     assert gradient.abs().sum() > 0
 
 
-@pytest.mark.parametrize("op", [op for op in OPS if op != "norm_linear"])  # its columns' gradients are added by program
+@pytest.mark.parametrize("op", [op for op in OPS if op not in ("norm_linear", "add_norm")])  # whose columns' gradients are added by program
 def test_case_C09_I11_tiles_beyond_the_grid_limit_are_strided_over(op):
     work = draw(op, (70, 0, 3), heads=1)
     full = results(kernel_of(op), work)
@@ -143,6 +143,8 @@ def test_rows_beyond_the_limit_of_the_norms_are_refused():
     x = torch.zeros(1, limits.MAX_NORM_WIDTH + 1)
     with pytest.raises(KernelUnavailable, match="rows of 8193 are above 8192"):
         kernel_of("norm_linear")(x, torch.zeros(1, x.shape[1]))
+    with pytest.raises(KernelUnavailable, match="rows of 8193 are above 8192"):
+        kernel_of("add_norm")(x)
     with pytest.raises(KernelUnavailable, match="tokens of 8208 are above 8192"):
         kernel_of("pffn")(torch.zeros(1, 513, 16), *(torch.zeros(1, 1, 513, 16) for _ in range(2)), offsets_of([1]), max_q=1)
 

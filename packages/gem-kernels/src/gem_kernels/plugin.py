@@ -125,6 +125,8 @@ def gem_kernel_impls() -> Sequence[KernelImpl]:
         _portable("hstu_attention", ("causal", "noncausal", "window", "contextual", "targets", "bias"), "check_attention"),
         _portable("pooled_attention", ("per_row_seeds", "gqa"), "check_attention"),
         _portable("norm_linear", ("rms", "layer", "before", "after", "affine", "residual")),
+        _portable("add_norm", ("rms", "layer", "affine", "residual", "gate")),
+        _portable("gated_residual", ()),
         _portable("pffn", ("scale_after", *(word for word in _GDPA_FEATURES if word.startswith("act_"))), "check_pffn"),
         *(_portable(op, (), None, "jagged.move", _MOVED) for op in ("jagged_concat", "jagged_split", "jagged_pad", "jagged_unpad")),
         _portable("jagged_dense_bmm_add", (), module="jagged.product"),

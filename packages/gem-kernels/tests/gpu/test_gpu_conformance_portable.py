@@ -12,6 +12,8 @@ if torch.cuda.is_available():
     TestHstuAttention = conformance_suite("hstu_attention", backend="triton", device="cuda")
     TestPooledAttention = conformance_suite("pooled_attention", backend="triton", device="cuda")
     TestNormLinear = conformance_suite("norm_linear", backend="triton", device="cuda")
+    TestAddNorm = conformance_suite("add_norm", backend="triton", device="cuda")
+    TestGatedResidual = conformance_suite("gated_residual", backend="triton", device="cuda")
     TestPffn = conformance_suite("pffn", backend="triton", device="cuda")
     TestJaggedConcat = conformance_suite("jagged_concat", backend="triton", device="cuda")
     TestJaggedSplit = conformance_suite("jagged_split", backend="triton", device="cuda")

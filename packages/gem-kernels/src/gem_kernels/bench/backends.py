@@ -37,6 +37,8 @@ def peers_of(workload: Workload, variant: str) -> dict[str, Function]:
         "gdpa": {"compiled_bmm": _compiled_bmm},
         "block_attention": {} if variant else {"varlen_attn": _varlen_blocks},
         "norm_linear": {"matmul": _matmul, "compiled": _compiled_after if variant == "after" else _compiled_before},
+        "add_norm": {"compiled": _compiled_add_norm},
+        "gated_residual": {"compiled": _compiled_gated_residual},
     }
     return makers.get(workload.op, {})
 
@@ -78,6 +80,17 @@ def _varlen_blocks(q: Tensor, *, k: Tensor, v: Tensor, offsets: Tensor, max_leng
 
 def _matmul(x: Tensor, *, weight: Tensor, where: str) -> Tensor:
     return torch.nn.functional.linear(x, weight)
+
+
+@torch.compile
+def _compiled_add_norm(x: Tensor, *, gamma: Tensor, beta: Tensor, residual: Tensor | None = None, gate: Tensor | None = None) -> Tensor:
+    out = torch.nn.functional.layer_norm(x if residual is None else x + residual, gamma.shape, gamma, beta)
+    return out if gate is None else out * gate
+
+
+@torch.compile
+def _compiled_gated_residual(x: Tensor, *, gate: Tensor, residual: Tensor) -> Tensor:
+    return gate * x + residual
 
 
 @torch.compile

@@ -49,6 +49,8 @@ SHAPES_OF = {
     "block_attention": ("block-u2000",),
     "pooled_attention": ("self-L2048", "self-u1024"),
     "norm_linear": ("rows-1M-w256", "rows-1M-w512"),
+    "add_norm": ("rows-1M-w256", "rows-1M-w512"),
+    "gated_residual": ("rows-1M-w256",),
     "pffn": ("cross-q1024-kv256",),
     "jagged_concat": ("self-u1024",),
     "jagged_split": ("self-u1024",),
@@ -64,8 +66,14 @@ ACTIVATION_OF = {
     "block_attention": "softmax",
     "pooled_attention": "softmax",
     "norm_linear": "rms",
+    "add_norm": "layer",
     "pffn": "gelu",
 }
 """Activation that each op is timed with, or its norm; none where it has none."""
-VARIANTS_OF = {"block_attention": ("", "rope", "rope qk_norm"), "norm_linear": ("after", "before"), "hstu_attention": ("causal",)}
+VARIANTS_OF = {
+    "block_attention": ("", "rope", "rope qk_norm"),
+    "norm_linear": ("after", "before"),
+    "add_norm": ("residual", "gate"),
+    "hstu_attention": ("causal",),
+}
 """Variants of an op that are timed apart; they join the activation's column."""

@@ -38,7 +38,7 @@ class Workload:
     def moved(self, outputs: Sequence[Tensor], mode: str) -> int:
         """Bytes that a pass has to read or write, each once: inputs and outputs forward; inputs, upstream and input gradients backward.
 
-        Movers read no input in backward, and no padding in either direction.
+        Movers read no input in backward, and no padding in either direction. The gradient of what is added is that of the sum: it is written once.
         """
         given, made = (sum(t.numel() * t.element_size() for t in tensors) for tensors in (self.leaves(), outputs))
         if self.op in ("jagged_concat", "jagged_split"):
@@ -47,7 +47,11 @@ class Workload:
             return given + made if mode == "fwd" else 2 * given
         if self.op == "jagged_unpad":
             return 2 * made if mode == "fwd" else given + made
-        return given + made + (given if mode == "bwd" else 0)
+        if mode == "fwd":
+            return given + made
+        if self.op == "gated_residual":
+            return 5 * made
+        return 2 * given + made - (made if self.op == "add_norm" and "residual" in self.arguments else 0)
 
     def cast(self, dtype: torch.dtype) -> "Workload":
         """The same values in ``dtype``, as new leaves; angles stay at least float32."""
@@ -147,6 +151,15 @@ def _norm_linear(draw: _Draw, variant: str, shape: Shape) -> Built:
     return arguments, {"tokens": draw.tokens, "in_features": width, "out_features": width}, 2.0
 
 
+def _add_norm(draw: _Draw, variant: str, shape: Shape) -> Built:
+    x, other = (draw.tensor(draw.tokens, shape.width) for _ in range(2))
+    return {"x": x, variant: other, "gamma": draw.tensor(shape.width), "beta": draw.tensor(shape.width)}, {}, 1.0
+
+
+def _gated_residual(draw: _Draw, variant: str, shape: Shape) -> Built:
+    return {name: draw.tensor(draw.tokens, shape.width) for name in ("x", "gate", "residual")}, {}, 1.0
+
+
 def _pffn(draw: _Draw, variant: str, shape: Shape) -> Built:
     keys = draw.keys[0]
     k, v = (draw.tensor(draw.rows, keys, HEADS, DIM, scale=0.1) for _ in range(2))
@@ -184,6 +197,8 @@ _BUILDERS = {
     "block_attention": _block,
     "pooled_attention": _pooled,
     "norm_linear": _norm_linear,
+    "add_norm": _add_norm,
+    "gated_residual": _gated_residual,
     "pffn": _pffn,
     "jagged_concat": _concat,
     "jagged_split": _split,

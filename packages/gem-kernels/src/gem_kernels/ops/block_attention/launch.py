@@ -186,7 +186,8 @@ def _grad(
 
 def _through_norm(dy: Tensor, x: Tensor, gain: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Gradients of heads and gain by that of the normed heads."""
-    dx, dgain, _ = norm_rows_grad(dy.view(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1]), None, gain.contiguous(), None, layer=False, eps=eps)
+    flat = x.reshape(-1, x.shape[-1])
+    dx, dgain, _, _ = norm_rows_grad(dy.view(-1, dy.shape[-1]), flat, None, gain.contiguous(), None, layer=False, eps=eps)
     assert dgain is not None  # as there is a gain
     return dx.view(x.shape), dgain
 

@@ -87,38 +87,42 @@ def row_tile(width: int) -> tuple[int, int, int]:
 
 
 def norm_rows(
-    x: Tensor, residual: Tensor | None, gamma: Tensor | None, beta: Tensor | None, *, layer: bool, eps: float, keep: bool = False
+    x: Tensor, residual: Maybe, gamma: Maybe, beta: Maybe, *, layer: bool, eps: float, gate: Maybe = None, keep: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """``N(x + residual)`` of ``[rows, width]`` and, with ``keep``, ``x + residual`` (else an empty tensor)."""
+    """``N(x + residual) gate`` of ``[rows, width]`` and, with ``keep``, ``x + residual`` (else an empty tensor)."""
     rows, width = x.shape
     out, total = x.new_empty(x.shape), x.new_empty(x.shape if keep else (0,))
     if x.numel():
         tile, block, warps = row_tile(width)
         host.launch(
-            _rows().forward_kernel, x, -(-rows // tile), x=x, residual=residual, gamma=gamma, beta=beta, out=out, total=total if keep else None,
-            rows=rows, eps=eps, x_stride=x.stride(0), residual_stride=0 if residual is None else residual.stride(0), LAYER=layer, WIDTH=width,
-            ROWS=tile, BLOCK=block, num_warps=warps,
+            _rows().forward_kernel, x, -(-rows // tile), x=x, residual=residual, gamma=gamma, beta=beta, gate=gate, out=out,
+            total=total if keep else None, rows=rows, eps=eps, **_strides(x, residual, gate), LAYER=layer, WIDTH=width, ROWS=tile, BLOCK=block,
+            num_warps=warps,
         )  # fmt: skip
     return out, total
 
 
 def norm_rows_grad(
-    dy: Tensor, x: Tensor, residual: Tensor | None, gamma: Tensor | None, dtotal: Tensor | None, *, layer: bool, eps: float, shifted: bool = False
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Gradients of ``x`` (and of the residual, which is the same), gamma, and beta if ``shifted``."""
+    dy: Tensor, x: Tensor, residual: Maybe, gamma: Maybe, beta: Maybe, *, layer: bool, eps: float, gate: Maybe = None, dtotal: Maybe = None
+) -> tuple[Tensor, Maybe, Maybe, Maybe]:
+    """Gradients of ``x`` (and of the residual, which is the same), gamma, beta and the gate."""
     rows, width = x.shape
-    dz = x.new_empty(x.shape)
+    dz, dgate = x.new_empty(x.shape), None if gate is None else x.new_empty(x.shape)
     tile, block, warps = row_tile(width)
     programs = min(PROGRAMS, -(-rows // tile))
-    dgamma = None if gamma is None else x.new_zeros((programs, width), dtype=torch.float32)
-    dbeta = x.new_zeros((programs, width), dtype=torch.float32) if shifted else None
+    dgamma, dbeta = (None if t is None else x.new_zeros((programs, width), dtype=torch.float32) for t in (gamma, beta))
     if x.numel():
         host.launch(
-            _rows().backward_kernel, x, -(-rows // tile), programs=programs, x=x, residual=residual, gamma=gamma, dy=dy.contiguous(),
-            dtotal=None if dtotal is None else dtotal.contiguous(), dz=dz, dgamma=dgamma, dbeta=dbeta, rows=rows, eps=eps, x_stride=x.stride(0),
-            residual_stride=0 if residual is None else residual.stride(0), LAYER=layer, WIDTH=width, ROWS=tile, BLOCK=block, num_warps=warps,
+            _rows().backward_kernel, x, -(-rows // tile), programs=programs, x=x, residual=residual, gamma=gamma, beta=beta, gate=gate,
+            dy=dy.contiguous(), dtotal=None if dtotal is None else dtotal.contiguous(), dz=dz, dgamma=dgamma, dbeta=dbeta, dgate=dgate, rows=rows,
+            eps=eps, **_strides(x, residual, gate), LAYER=layer, WIDTH=width, ROWS=tile, BLOCK=block, num_warps=warps,
         )  # fmt: skip
-    return dz, _added(dgamma, x.dtype), _added(dbeta, x.dtype)
+    return dz, _added(dgamma, x.dtype), _added(dbeta, x.dtype), dgate
+
+
+def _strides(x: Tensor, residual: Maybe, gate: Maybe) -> dict[str, int]:
+    """Steps from row to row, 0 where there are none."""
+    return {f"{name}_stride": 0 if t is None else t.stride(0) for name, t in (("x", x), ("residual", residual), ("gate", gate))}
 
 
 def _added(parts: Tensor | None, dtype: torch.dtype) -> Tensor | None:
@@ -249,17 +253,17 @@ def _grad(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of x, weight, bias, gamma, beta, and after the matmul of what was normed; empty tensors for what is not there."""
     x, weight, residual = _readable(x, weight, residual)
-    options: dict[str, Any] = {"layer": layer, "eps": eps, "shifted": beta is not None}
+    options: dict[str, Any] = {"layer": layer, "eps": eps, "dtotal": dtotal}
     with host.no_autocast(x):
         if out is not None and factors is not None and _fits(x, weight, before):
             dx, dweight, dbias, dgamma = hopper_launch.backward(dout, x, weight, bias, gamma, out, factors, before=before, eps=eps)
             return dx, dweight, _filled(x, dbias), _filled(x, dgamma), x.new_empty(0), x.new_empty(0)
         if before:
             rows, _ = norm_rows(x, residual, gamma, beta, layer=layer, eps=eps)
-            dx, dgamma, dbeta = norm_rows_grad(dout @ weight, x, residual, gamma, dtotal, **options)
+            dx, dgamma, dbeta, _ = norm_rows_grad(dout @ weight, x, residual, gamma, beta, **options)
             dz, dweight, of_bias = None, dout.mT @ rows, dout
         else:
-            dz, dgamma, dbeta = norm_rows_grad(dout, F.linear(x, weight, bias), residual, gamma, dtotal, **options)
+            dz, dgamma, dbeta, _ = norm_rows_grad(dout, F.linear(x, weight, bias), residual, gamma, beta, **options)
             dx, dweight, of_bias = dz @ weight, dz.mT @ x, dz
         dbias = None if bias is None else of_bias.sum(0)
     if residual is None:

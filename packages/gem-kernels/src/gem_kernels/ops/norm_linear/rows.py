@@ -1,8 +1,8 @@
-"""Norms of rows, forward and backward: N(x + residual) with optional scale and shift. A program holds whole rows in registers.
+"""Norms of rows, forward and backward: N(x + residual) gate, each part but the norm optional. A program holds whole rows in registers.
 
-With z the row, y = (z - mean) r gamma + beta and n = (z - mean) r (mean is 0 for RMS): dz = r (g - mean(g) - n mean(g n)) with g = dy gamma, where
-mean(g) is left out for RMS. Columns' gradients are sums over rows: each of a fixed number of programs adds its rows in order, the caller adds the
-programs.
+With z the row, n = (z - mean) r (mean is 0 for RMS) and N = n gamma + beta: dgate = dy N and dz = r (g - mean(g) - n mean(g n)) with
+g = dy gate gamma, where mean(g) is left out for RMS. Columns' gradients are sums over rows: each of a fixed number of programs adds its rows in
+order, the caller adds the programs.
 """
 
 # Kernels are compiled from their source and carry no types.
@@ -63,7 +63,7 @@ def load_columns(base, fallback, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=_VARYING)
 def forward_kernel(
-    x, residual, gamma, beta, out, total, rows, tiles, eps, x_stride, residual_stride,
+    x, residual, gamma, beta, gate, out, total, rows, tiles, eps, x_stride, residual_stride, gate_stride,
     LAYER: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """``out [rows, WIDTH]``, and ``total``, what was normed, unless None."""
@@ -77,16 +77,21 @@ def forward_kernel(
         if total is not None:
             store_tile(total, z, first, rows, WIDTH, WIDTH, ROWS, BLOCK)
         n, _ = normalise(z, eps, LAYER, WIDTH, BLOCK)
-        store_tile(out, n * scale + shift, first, rows, WIDTH, WIDTH, ROWS, BLOCK)
+        y = n * scale + shift
+        if gate is not None:
+            y *= load_tile(gate, first, rows, gate_stride, WIDTH, ROWS, BLOCK)
+        store_tile(out, y, first, rows, WIDTH, WIDTH, ROWS, BLOCK)
 
 
 @triton.jit(do_not_specialize=_VARYING)
 def backward_kernel(
-    x, residual, gamma, dy, dtotal, dz, dgamma, dbeta, rows, tiles, eps, x_stride, residual_stride,
+    x, residual, gamma, beta, gate, dy, dtotal, dz, dgamma, dbeta, dgate, rows, tiles, eps, x_stride, residual_stride, gate_stride,
     LAYER: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """``dz [rows, WIDTH]``, with the gradient of what was normed added unless None, and ``dgamma``, ``dbeta`` ``[programs, WIDTH]`` float32."""
+    """``dz [rows, WIDTH]``, with the gradient of what was normed added unless None, ``dgate`` like it if there is a gate, and ``dgamma``, ``dbeta``
+    ``[programs, WIDTH]`` float32."""
     scale = load_columns(gamma, 1.0, WIDTH, BLOCK)
+    shift = load_columns(beta, 0.0, WIDTH, BLOCK)
     scale_sum = tl.zeros([BLOCK], tl.float32)
     shift_sum = tl.zeros([BLOCK], tl.float32)
     for tile in range(tl.program_id(0).to(tl.int64), tiles, tl.num_programs(0)):
@@ -96,6 +101,9 @@ def backward_kernel(
             z += load_tile(residual, first, rows, residual_stride, WIDTH, ROWS, BLOCK)
         n, r = normalise(z, eps, LAYER, WIDTH, BLOCK)
         g = load_tile(dy, first, rows, WIDTH, WIDTH, ROWS, BLOCK)
+        if gate is not None:
+            store_tile(dgate, g * (n * scale + shift), first, rows, WIDTH, WIDTH, ROWS, BLOCK)
+            g *= load_tile(gate, first, rows, gate_stride, WIDTH, ROWS, BLOCK)
         if dgamma is not None:
             scale_sum += tl.sum(g * n, 0)
         if dbeta is not None:

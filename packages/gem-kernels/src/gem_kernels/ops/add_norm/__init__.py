@@ -1,0 +1,1 @@
+"""Norms of sums, with a gate."""

@@ -1,0 +1,1 @@
+"""A gate and a residual in one pass."""
