@@ -65,4 +65,9 @@ def gem_parallel_strategies() -> Sequence[ParallelStrategy]:
 
 @hookimpl
 def gem_cli_commands() -> Sequence[CliCommand]:
-    return [CliCommand(name="bench comm", load="gem_parallel.comm.cli:comm", summary="Measure collectives, and what they cost the work beside them.")]
+    return [
+        CliCommand(name="bench comm", load="gem_parallel.comm.cli:comm", summary="Measure collectives, and what they cost the work beside them."),
+        CliCommand(
+            name="bench scale", load="gem_parallel.scale.cli:scale", summary="Train on 1, 2, 4 ... ranks: where a step goes, beside the prediction."
+        ),
+    ]

@@ -1,0 +1,56 @@
+"""The results as a picture. Matplotlib comes with gem-core."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from gem_parallel.scale.figures import LOCAL
+
+INK, GRID = "#334155", "#e2e8f0"
+COLOURS = ("#2563eb", "#ea580c", "#059669", "#9333ea", "#dc2626", "#0891b2", "#ca8a04", "#64748b")
+
+
+def draw(path: Path, rows: Sequence[Mapping[str, Any]], details: Sequence[Mapping[str, Any]]) -> None:
+    """Samples a second by ranks, measured and predicted beside the ideal, and the parts of a step; rows without figures are left out."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 4.2), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    ran = [(row, detail) for row, detail in zip(rows, details, strict=True) if detail["status"] == "ran"]
+    for layout, colour in zip(dict.fromkeys(row["layout"] for row, _ in ran), COLOURS, strict=False):
+        own = [row for row, _ in ran if row["layout"] == layout]
+        left.plot([row["ranks"] for row in own], [row["samples_per_s"] for row in own], marker="o", color=colour, label=layout)
+        said = [row for row in own if "predicted_ms" in row]
+        left.plot(
+            [row["ranks"] for row in said],
+            [row["samples_per_s"] * row["ms"] / row["predicted_ms"] for row in said],
+            linestyle=":",
+            marker="x",
+            color=colour,
+            label=f"{layout}, predicted",
+        )
+    left.set_xscale("log", base=2)
+    left.set_yscale("log")
+    left.set_xlabel("ranks", color=INK)
+    left.set_title("Samples a second", color=INK, fontsize=10)
+    _stack(right, ran)
+    for axes in (left, right):
+        axes.grid(color=GRID, linewidth=0.8)
+        axes.set_axisbelow(True)
+        axes.tick_params(colors=INK, labelsize=8)
+        axes.legend(frameon=False, fontsize=7, labelcolor=INK)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, format="svg", metadata={"Date": None})
+
+
+def _stack(axes: Any, ran: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> None:
+    """A bar for each run: its own work, blocked by collectives, waiting, data, and the rest of the step."""
+    names = [f"{row['layout']}\n{row['ranks']}" for row, _ in ran]
+    parts = {name: [row[f"{name}_ms"] for row, _ in ran] for name in ("local", "exposed", "wait", "data")}
+    parts["rest"] = [sum(detail["parts"].values()) - sum(part[i] for part in parts.values()) for i, (_, detail) in enumerate(ran)]
+    below = [0.0] * len(ran)
+    for (name, heights), colour in zip(parts.items(), COLOURS, strict=False):
+        label = f"local ({', '.join(LOCAL)})" if name == "local" else name
+        axes.bar(names, heights, bottom=below, color=colour, label=label)
+        below = [low + height for low, height in zip(below, heights, strict=True)]
+    axes.set_title("A mean step (ms)", color=INK, fontsize=10)

@@ -1,0 +1,101 @@
+"""The loop over ranks and layouts: run, keep, predict, one row each. Imports no torch."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from gem_core.spec import GemError, RunFailed
+from gem_parallel.scale.figures import Figures, read_run, row_of
+from gem_parallel.scale.layouts import settings_of, why_not
+from gem_parallel.scale.predict import Predictor
+from gem_parallel.scale.runs import REFUSED, Bench, asked_of, check_folder, first_error, keep_result, kept_result, train
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ended:
+    """How a run ended: with figures, or with an exit code, the line that says why, and the log."""
+
+    place: Path
+    figures: Figures | None = None
+    code: int = 0
+    why: str = ""
+
+
+@dataclass(kw_only=True)
+class _Runs:
+    """The runs of this call by ranks and settings: layouts that ask for the same on one rank are run once."""
+
+    bench: Bench
+    ended: dict[tuple[int, tuple[str, ...]], tuple[str, Ended]] = field(default_factory=dict)
+
+    def run(self, layout: str, ranks: int, settings: tuple[str, ...]) -> tuple[str, Ended]:
+        """The name under which it was run, and how it ended."""
+        if (ranks, settings) not in self.ended:
+            self.ended[ranks, settings] = layout, run_once(self.bench, layout, ranks, settings)
+        return self.ended[ranks, settings]
+
+
+def measure(bench: Bench, ranks: Sequence[int], layouts: Sequence[str], machine: str | None) -> Iterator[tuple[Row, Row]]:
+    """A row of the results for each number of ranks and layout, with what the table has no columns for: ``status``, ``log``, ``exposed``, ``parts``.
+
+    ``status`` is ``ran``, ``failed``, or ``cannot`` where the layout is not for so many ranks.
+
+    Raises:
+        RequestError: the folder holds runs of another request; nothing was run then.
+    """
+    base = {layout: settings_of(layout, 1, bench.config) for layout in layouts}
+    possible = [(layout, count) for count in ranks for layout in layouts if why_not(layout, count) is None]
+    settings = {pair: settings_of(*pair, bench.config) for pair in possible}
+    check_folder(bench, {pair: asked_of(bench, pair[1], chosen) for pair, chosen in settings.items()})
+    runs, predictor = _Runs(bench=bench), Predictor(bench=bench, machine=machine)
+    for count in ranks:
+        for layout in layouts:
+            about = {"ranks": count, "recipe": bench.recipe, "layout": layout, "scaling": "weak" if bench.weak else "strong"}
+            if (layout, count) not in settings:
+                yield {**about, "note": f"cannot be: {why_not(layout, count)}"}, {"status": "cannot"}
+                continue
+            first = runs.run(layout, 1, base[layout])[1].figures
+            name, ended = runs.run(layout, count, settings[layout, count])
+            if ended.figures is None:
+                yield _without_figures(about, ended, based=first is not None)
+                continue
+            notes = [] if name == layout else [f"the run of {name}, which is the same"]
+            if ended.figures.rows < bench.batch_size(count):
+                notes.append(f"steps had {ended.figures.rows:g} of {bench.batch_size(count)} rows: the split ends within the window")
+            predicted = None
+            if first is not None:
+                try:
+                    predicted = predictor.seconds(count, settings[layout, count], first, base[layout])
+                except GemError as error:
+                    notes.append(f"no prediction: {error.asked}: {error.so}")
+            row = row_of(about, ended.figures, first, predicted, notes)
+            detail = {"status": "ran", "log": str(ended.place / "log.txt"), "exposed": ended.figures.exposed(), "parts": dict(ended.figures.parts)}
+            yield row, detail
+
+
+def _without_figures(about: Mapping[str, Any], ended: Ended, *, based: bool) -> tuple[Row, Row]:
+    """A run that was refused although the same request ran on one rank cannot be on so many; any other failed."""
+    log = str(ended.place / "log.txt")
+    if based and ended.code in REFUSED:
+        return {**about, "note": f"cannot be: {ended.why}"}, {"status": "cannot", "log": log}
+    return {**about, "note": f"failed: {ended.why} ({log})"}, {"status": "failed", "log": log}
+
+
+def run_once(bench: Bench, layout: str, ranks: int, settings: Sequence[str]) -> Ended:
+    """Run, or take what an earlier call has kept."""
+    place, asked = bench.place(layout, ranks), asked_of(bench, ranks, settings)
+    kept = kept_result(place)
+    if kept is not None:
+        return Ended(place=place, figures=Figures(**kept["figures"]))
+    code = train(place, ranks, asked)
+    if code:
+        return Ended(place=place, code=code, why=first_error((place / "log.txt").read_text(encoding="utf-8", errors="replace")))
+    try:
+        figures = read_run(place / "run", bench.steps)
+    except RunFailed as error:
+        return Ended(place=place, code=error.exit_code, why=error.so)
+    keep_result(place, asked, figures.as_dict())
+    return Ended(place=place, figures=figures)
