@@ -46,22 +46,7 @@ def train_epochs(run: Run) -> None:
 def _epochs(run: Run) -> None:
     config, progress = run.config, run.progress
     for epoch in range(progress.epoch, config.train.epochs):
-        feed = Feed(
-            run.source.batches(
-                "train",
-                batch_size=config.data.batch_size,
-                shard=Shard(rank=run.world.rank, world=run.world.size),
-                seed=config.run.seed if config.train.shuffle else None,
-                epoch=epoch,
-                start=0 if isinstance(run.source, ResumableSource) else progress.next_batch,
-            ),
-            run.world,
-            run.schema,
-            flops=run.model.flops,  # type: ignore[arg-type]
-            accumulate=config.optim.accumulate,
-            uneven=config.train.uneven,
-            prepare=run.ids.admit,
-        )
+        feed = epoch_feed(run, epoch)
         if _steps(run, feed):
             return
         progress.close_epoch(feed.dropped)
@@ -69,6 +54,21 @@ def _epochs(run: Run) -> None:
             _tell_uneven(run, feed, epoch)
             if config.train.uneven == "stop":
                 return
+
+
+def epoch_feed(run: Run, epoch: int) -> Feed:
+    """The steps of an epoch from where the run stands."""
+    config = run.config
+    batches = run.source.batches(
+        "train",
+        batch_size=config.data.batch_size,
+        shard=Shard(rank=run.world.rank, world=run.world.size),
+        seed=config.run.seed if config.train.shuffle else None,
+        epoch=epoch,
+        start=0 if isinstance(run.source, ResumableSource) else run.progress.next_batch,
+    )
+    flops: Any = run.model.flops
+    return Feed(batches, run.world, run.schema, flops=flops, accumulate=config.optim.accumulate, uneven=config.train.uneven, prepare=run.ids.admit)
 
 
 def _steps(run: Run, feed: Feed) -> bool:
