@@ -35,6 +35,7 @@ from gem_core.spec.models import Model, ModelSpec
 from gem_core.spec.parallel import (
     STAGES,
     BlockMemory,
+    DelaysReduction,
     MemoryReport,
     ParallelContext,
     ParallelStrategy,
@@ -70,6 +71,7 @@ __all__ = [
     "CountsUnknownIds",
     "DataSchema",
     "DataSource",
+    "DelaysReduction",
     "DenseFeature",
     "EmbeddingEngine",
     "EmbeddingPlan",

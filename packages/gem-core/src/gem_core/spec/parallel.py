@@ -1,6 +1,7 @@
 """Declaration of parallel strategies and of the machine's topology."""
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -99,6 +100,15 @@ class Strategy(Protocol):
 
     def describe(self) -> Mapping[str, Any]:
         """Plain values for the manifest."""
+        ...
+
+
+@runtime_checkable
+class DelaysReduction(Protocol):
+    """A strategy that need not reduce gradients over all ranks before the last micro-batch of a step."""
+
+    def micro_batch(self, *, last: bool) -> AbstractContextManager[None]:
+        """What the trainer enters around forward and backward of each of several micro-batches. After the last one gradients are as without it."""
         ...
 
 

@@ -26,6 +26,7 @@ from gem_core.spec import (
     ChangingPrecision,
     CheckpointInfo,
     DataSchema,
+    DelaysReduction,
     Embeddings,
     ParallelContext,
     PluginError,
@@ -254,6 +255,7 @@ def _optimisers(run: Run) -> None:
         clip_norm=optim.clip_norm,
         average=run.average,
         stream=StreamMetrics(run.schema.tasks, run.world.device),
+        delaying=[strategy for _, _, strategy in run.strategies if isinstance(strategy, DelaysReduction)],
     )
 
 

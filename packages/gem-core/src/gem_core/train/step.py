@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from gem_core.batch import Batch
-from gem_core.spec import ChangingPrecision, Embeddings, HoldsWeights, PluginError, Precision, Task
+from gem_core.spec import ChangingPrecision, DelaysReduction, Embeddings, HoldsWeights, PluginError, Precision, Task
 from gem_core.train.ahead import Ahead
 from gem_core.train.diagnose import non_finite
 from gem_core.train.feed import Work
@@ -36,6 +37,7 @@ class Learner:
         clip_norm: largest global norm of the dense gradients; 0 leaves them.
         average: averaged weights, or None.
         stream: training metrics.
+        delaying: strategies that are told which micro-batch of a step is the last.
     """
 
     world: World
@@ -50,6 +52,7 @@ class Learner:
     clip_norm: float
     average: AveragedWeights | None
     stream: StreamMetrics
+    delaying: Sequence[DelaysReduction] = ()
     ahead: Ahead = field(init=False)
     changing: ChangingPrecision | None = field(init=False)
 
@@ -111,23 +114,24 @@ def train_step(
     told: list[_Told] = []
     pairs: list[Tensor] = []
     for number, host_batch in enumerate(work.batches):
-        with phase(COPY):
-            ready = learner.ahead.take(host_batch)
-        with phase(FORWARD), learner.precision.forward_context(world.device.type):
-            embedded = learner.embeddings(ready.batch.ids if ready.ids is None else ready.ids)
-        high = _high_sums(learner, ready.batch, embedded, work.weights) if paired else None
-        with phase(FORWARD), learner.precision.forward_context(world.device.type):
-            loss, sums = batch_loss(score(learner.dense, ready.batch, embedded, learner.tasks), ready.batch, learner.tasks, work.weights)
-        if high is not None:
-            pairs.append(torch.stack([high, sums]))
-        told.append(_Told(loss))
-        with phase(COPY):
-            _prepare_next(learner.ahead, work.batches[number + 1 :], following)
-        if not look_late:
-            _refuse_non_finite(learner, told[number:], work.batches[number:], step)
-        with phase(BACKWARD):
-            (loss * world.size).backward()  # type: ignore[no-untyped-call]
-        learner.stream.add(sums)
+        with _micro_batch(learner, number, len(work.batches)):
+            with phase(COPY):
+                ready = learner.ahead.take(host_batch)
+            with phase(FORWARD), learner.precision.forward_context(world.device.type):
+                embedded = learner.embeddings(ready.batch.ids if ready.ids is None else ready.ids)
+            high = _high_sums(learner, ready.batch, embedded, work.weights) if paired else None
+            with phase(FORWARD), learner.precision.forward_context(world.device.type):
+                loss, sums = batch_loss(score(learner.dense, ready.batch, embedded, learner.tasks), ready.batch, learner.tasks, work.weights)
+            if high is not None:
+                pairs.append(torch.stack([high, sums]))
+            told.append(_Told(loss))
+            with phase(COPY):
+                _prepare_next(learner.ahead, work.batches[number + 1 :], following)
+            if not look_late:
+                _refuse_non_finite(learner, told[number:], work.batches[number:], step)
+            with phase(BACKWARD):
+                (loss * world.size).backward()  # type: ignore[no-untyped-call]
+            learner.stream.add(sums)
     if look_late:
         _refuse_non_finite(learner, told, work.batches, step)
     with phase(OPTIMISER):
@@ -140,6 +144,15 @@ def train_step(
         with phase(OPTIMISER):
             learner.average.update()
     return StepResult(loss=sum(loss.value() for loss in told), grad_norm=norm, pairs=torch.stack(pairs).sum(0).cpu() if pairs else None)
+
+
+def _micro_batch(learner: Learner, number: int, count: int) -> ExitStack:
+    """The context of forward and backward of a micro-batch: strategies may put reductions off until the last of several."""
+    stack = ExitStack()
+    if count > 1:
+        for strategy in learner.delaying:
+            stack.enter_context(strategy.micro_batch(last=number + 1 == count))
+    return stack
 
 
 @torch.no_grad()
