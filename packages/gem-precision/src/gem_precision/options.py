@@ -1,9 +1,9 @@
 """``[precision.options]`` of the recipes."""
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 Pattern = Annotated[str, Field(min_length=1)]
 
@@ -19,6 +19,42 @@ class Bf16IslandsOptions(BaseModel):
     """Linear layers with fewer inputs or outputs than this stay in float32; 0 for none."""
     cpu: Literal["fp32", "bf16"] = "fp32"
     """What a run on a CPU computes in."""
+
+
+class GuardOptions(BaseModel):
+    """``guard = {every = 50, on_breach = "fallback"}``: what the formats cost, watched while a run trains."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    every: int = Field(ge=1)
+    """Every so many steps the batch goes forward once more with all sites high, and the log losses are compared."""
+    on_breach: Literal["warn", "fallback", "stop"] = "warn"
+    """``fallback``: the site with the lowest signal-to-quantisation-noise ratio goes high, one at a time until it holds."""
+    bound: float = Field(default=2e-4, gt=0.0, allow_inf_nan=False)
+    """Largest relative rise of normalised entropy; it is breached when the whole 95 % interval lies above."""
+    pairs: int = Field(default=32, ge=8)
+    """The interval is that of the last so many pairs; with fewer than 8 nothing is judged."""
+
+
+class RampOptions(BaseModel):
+    """``ramp = {start = 100}``, or site by site ``ramp = {start = 100, end = 500, probe = "runs/probe"}``."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    start: int = Field(ge=1)
+    """The first step in which sites compute low; before, they are high."""
+    end: int | None = None
+    """The step in which the last site turns low: they turn one by one, the least sensitive first."""
+    probe: Path | None = None
+    """What ``gem precision sweep`` wrote: the order of the sites."""
+
+    @model_validator(mode="after")
+    def _together(self) -> Self:
+        if (self.end is None) != (self.probe is None):
+            raise ValueError("end and probe belong together: the probe gives the order in which sites turn low")
+        if self.end is not None and self.end < self.start:
+            raise ValueError(f"end = {self.end} comes before start = {self.start}")
+        return self
 
 
 class LowPrecisionOptions(BaseModel):
@@ -43,6 +79,12 @@ class LowPrecisionOptions(BaseModel):
     """Spread outliers by a random Hadamard transform of both operands of each product."""
     telemetry: bool = False
     """Write largest value, error, saturation and underflow of the operands of linear layers to ``precision.jsonl`` at logging steps."""
+    guard: GuardOptions | None = None
+    """Watch what the formats cost while the run trains; none by default."""
+    ramp: RampOptions | None = None
+    """Compute high first; by default sites are low from the first step on."""
+    keep_last: int = Field(default=0, ge=0)
+    """So many of the last ``layers`` of the model stay high."""
     cpu: Literal["fp32", "bf16"] = "fp32"
     """What the rest of a run on a CPU computes in."""
 

@@ -23,6 +23,8 @@ class Telemetry:
 
     def __init__(self) -> None:
         self._sums: dict[tuple[str, str], tuple[Tensor, Tensor, int]] = {}
+        self.paused = False
+        """While set, nothing is looked at."""
 
     def watcher(self, site: str) -> Callable[[str, Tensor, Quantized], None]:
         """The ``watch`` of a low-precision layer."""
@@ -30,6 +32,8 @@ class Telemetry:
 
     @torch.no_grad()
     def _see(self, site: str, role: str, original: Tensor, quantized: Quantized) -> None:
+        if self.paused:
+            return
         latest[:] = [self]
         low, exact = quantized.dequantize(), original.float()
         sums = torch.stack(

@@ -11,10 +11,13 @@ from torch import nn
 
 from gem_core.spec import PrecisionDecision, RequestError
 from gem_precision.linear import LinearRule, LowForward, lower, rule_of
+from gem_precision.options import GuardOptions, RampOptions
 from gem_precision.plugin import emulated
 from gem_precision.policy import island_around
 from gem_precision.presets import PRESETS
+from gem_precision.ramps import last_layers
 from gem_precision.recipes.bf16_islands import Bf16Islands
+from gem_precision.recipes.changing import Changing, Lowered
 from gem_precision.sites import Site, sites
 from gem_precision.telemetry import Telemetry
 from gem_precision.weights import HeldWeight
@@ -29,7 +32,7 @@ class Lowering:
     reason: str
 
 
-class LowSites:
+class LowSites(Changing):
     """The sites of a model in low precision where ``choose`` says so, the rest as ``bf16_islands`` has it.
 
     Args:
@@ -39,6 +42,9 @@ class LowSites:
         small: linear layers with fewer inputs or outputs than this, and attention with narrower heads, stay high.
         attention: whether the products of attention may be low.
         telemetry: whether operands of linear layers are watched in training.
+        guard: as in ``Changing``.
+        ramp: as in ``Changing``.
+        keep_last: so many of the last ``layers`` stay high.
         cpu: what the rest computes in on a CPU.
     """
 
@@ -52,9 +58,13 @@ class LowSites:
         attention: bool,
         telemetry: bool,
         cpu: Literal["fp32", "bf16"],
+        guard: GuardOptions | None = None,
+        ramp: RampOptions | None = None,
+        keep_last: int = 0,
     ) -> None:
-        self._name, self._high, self._small, self._attention = name, tuple(high), small, attention
         self._telemetry = Telemetry() if telemetry else None
+        super().__init__(guard, ramp, self._telemetry)
+        self._name, self._patterns, self._small, self._attention, self._keep_last = name, tuple(high), small, attention, keep_last
         self._rest = Bf16Islands(islands=islands, small=0, cpu=cpu)
         self._held: list[HeldWeight] = []
 
@@ -71,25 +81,29 @@ class LowSites:
         if any(rule_of(module) is not None for module in model.modules()):
             raise RequestError(f"precision recipe {self._name!r}", "a recipe has prepared this model before", "Build the model anew.")
         names = [name for name, _ in model.named_modules()]
-        for pattern in self._high:
+        for pattern in self._patterns:
             if not any(fnmatchcase(name, pattern) for name in names):
                 raise RequestError(f"precision.options.high: {pattern!r}", "no module has such a name", "`gem train` prints each module's format.")
+        last = last_layers(model, self._keep_last)
         islands = self._rest.islands(model)
         decided = {d.module: d for d in self._rest.prepare(model, device_type)}
+        lowered: list[Lowered] = []
         for site in sites(model):
             island = island_around(site.owner, islands)
-            chosen = "its weights are handed to a kernel" if site.handed else island or self._reason_to_stay(site) or self.choose(site)
+            chosen = "its weights are handed to a kernel" if site.handed else island or self._reason_to_stay(site, last) or self.choose(site)
+            before = decided.get(site.name)
+            high = before.format if before is not None else "fp32" if island else self.compute_dtype()
             if isinstance(chosen, Lowering):
                 decided[site.name] = _lowered(site, chosen)
+                lowered.append(Lowered(site, chosen.preset, high))
                 if site.slot is None:
-                    self._follow(site.name, vars(site.module)["forward"])
+                    self._attend(site.name, vars(site.module)["forward"])
             else:
-                before = decided.get(site.name)
-                form = before.format if before is not None else "fp32" if island else self.compute_dtype()
-                decided[site.name] = PrecisionDecision(module=site.name, format=form, reason=chosen)
-        return list(decided.values())
+                decided[site.name] = PrecisionDecision(module=site.name, format=high, reason=chosen)
+        self.follow(lowered, list(decided.values()))
+        return self.decisions()
 
-    def _follow(self, site: str, forward: LowForward) -> None:
+    def _attend(self, site: str, forward: LowForward) -> None:
         self._held.append(forward.held)
         if self._telemetry is not None:
             forward.watch = self._telemetry.watcher(site)
@@ -99,12 +113,14 @@ class LowSites:
         for held in self._held:
             held.drop()
 
-    def _reason_to_stay(self, site: Site) -> str | None:
+    def _reason_to_stay(self, site: Site, last: Sequence[str]) -> str | None:
         if site.attention and not self._attention:
             return "attention is left as it is"
-        pattern = next((p for p in self._high if fnmatchcase(site.owner, p)), None)
+        pattern = next((p for p in self._patterns if fnmatchcase(site.owner, p)), None)
         if pattern is not None:
             return f"named by the pattern {pattern!r} of precision.options.high"
+        if any(f"{site.owner}.".startswith(f"{layer}.") for layer in last):
+            return f"in the last {self._keep_last} layers, which precision.options.keep_last keeps high"
         if site.width is not None and site.width < self._small:
             return f"{'heads' if site.attention else 'a matrix'} {site.width} wide: too small to gain, under {self._small}"
         return None
@@ -142,6 +158,9 @@ class LowPrecision(LowSites):
         stochastic: bool = False,
         hadamard: bool = False,
         telemetry: bool = False,
+        guard: GuardOptions | None = None,
+        ramp: RampOptions | None = None,
+        keep_last: int = 0,
         cpu: Literal["fp32", "bf16"] = "fp32",
     ) -> None:
         chosen = PRESETS[preset]
@@ -152,6 +171,9 @@ class LowPrecision(LowSites):
             small=chosen.small if small is None else small,
             attention=chosen.attention if attention is None else attention,
             telemetry=telemetry,
+            guard=guard,
+            ramp=ramp,
+            keep_last=keep_last,
             cpu=cpu,
         )
         rule = chosen.rule()
