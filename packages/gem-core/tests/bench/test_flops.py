@@ -1,5 +1,6 @@
 """FLOPs of a step: model FLOPs against torch's counter and double loops over masks, hardware FLOPs against what padded kernels really do."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -351,6 +352,13 @@ def test_a_run_tells_its_recomputed_blocks_and_its_dtype() -> None:
 
 
 # ---- peaks ---------------------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def peaks_afresh() -> Iterator[None]:
+    flops.unit_peak.cache_clear()
+    yield
+    flops.unit_peak.cache_clear()
 
 
 @pytest.fixture

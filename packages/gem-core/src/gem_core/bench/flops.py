@@ -8,6 +8,7 @@ longest, scores that an attention kernel recomputes in backward (once, the conve
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from gem_core.batch import Batch
 from gem_core.model.products import Product, own_flops, products
 from gem_core.ops.slot import KernelSlot
 from gem_core.spec import PrecisionDecision, RequestError
-from gem_core.train.efficiency import peak_of, table_peak
+from gem_core.train.efficiency import Peak, peak_of, table_peak
 
 PADDED = ("reference", "padded", "sdpa")
 """Backends that compute every row at the length of the longest, and what a mask hides."""
@@ -188,17 +189,17 @@ def _unit(name: str) -> str:
 
 
 def peak_seconds(by_format: Mapping[str, int], device: torch.device) -> float:
-    """Seconds that the FLOPs take at the device's peaks: the sum of ``F / peak`` over formats, one after the other.
+    """Seconds that the FLOPs take at the device's peaks: the sum of ``F / peak`` over formats, one after the other."""
+    return sum(flops / unit_peak(unit, device).flops_per_second for unit, flops in by_format.items())
+
+
+@cache
+def unit_peak(unit: str, device: torch.device) -> Peak:
+    """The peak of a unit; measured once in a process where the table has none.
 
     A format without a known peak on this device counts at that of 16-bit matmuls on a GPU, in which it is emulated there, and of fp32 on a CPU.
     """
-    return sum(flops / _peak(unit, device) for unit, flops in by_format.items())
-
-
-def _peak(unit: str, device: torch.device) -> float:
     on_cuda = device.type == "cuda"
     known = table_peak(torch.cuda.get_device_name(device), unit, tf32=torch.backends.cuda.matmul.allow_tf32) if on_cuda else None
-    if known is not None:
-        return known.flops_per_second
     plain = unit if unit in ("fp64", "fp32", "bf16", "fp16") else "bf16" if on_cuda else "fp32"
-    return peak_of(device, plain).flops_per_second
+    return known or peak_of(device, plain)

@@ -2,6 +2,7 @@
 
 import typer
 
+from gem_core.cli.bench_layers import layers
 from gem_core.cli.lazy import SharedGroup
 
 app = typer.Typer(cls=SharedGroup, add_completion=False)
@@ -10,3 +11,6 @@ app = typer.Typer(cls=SharedGroup, add_completion=False)
 @app.callback()
 def bench() -> None:
     """Measure this machine."""
+
+
+app.command("layers")(layers)
