@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from gem_core.spec import PluginError
 from gem_parallel.comm.backends import LOW_CTAS, Here, require
 from gem_parallel.comm.collectives import Traffic, gather_into, scatter_into
 from gem_parallel.comm.ledger import LEDGER
@@ -123,16 +124,25 @@ class GatherWeights(_Recorded):
 class ScatterGradients(_Recorded):
     """The reduce-scatter of a block's gradients, and the count of their all-reduce over replicas, which ``fully_shard`` issues itself.
 
+    While that all-reduce is put off, ``fully_shard`` adds up what is scattered in one flat tensor. That is right only if the same parameters have
+    gradients in each micro-batch, so all must have one then, and a block that was scattered must be reduced in the end.
+
     Args:
         replicas: ranks of the all-reduce.
+        whole: numbers in the gradients of all the block's parameters, padded to equal parts.
     """
 
-    def __init__(self, name: str, traffic: Traffic, replicas: int) -> None:
+    def __init__(self, name: str, traffic: Traffic, replicas: int, whole: int) -> None:
         super().__init__(name, traffic)
-        self._replicas = replicas
+        self._replicas, self._whole = replicas, whole
+        self.delayed, self._pending = False, False
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False) -> dist.Work | None:
         ranks = group.size()
+        if self.delayed:
+            if input_tensor.numel() != self._whole:
+                self._refuse()
+            self._pending = True
         sent = (ranks - 1) * output_tensor.nbytes
         self._traffic.sent["dense: gradients"] += sent
         name = f"dense: gradients of {self._name}"
@@ -142,11 +152,22 @@ class ScatterGradients(_Recorded):
 
     def replicas_reduced(self, gradients: Tensor) -> None:
         """Called after the all-reduce of a shard's gradients over the replicas."""
+        self._pending = False
         sent = all_reduce_bytes(gradients.nbytes, self._replicas)
         self._traffic.sent["dense: gradients between replicas"] += sent
         name = f"dense: gradients of {self._name} between replicas"
         with LEDGER.blocking(name, "all_reduce", sent, "dense_replicate", self._replicas, gradients.device, stream="gradients"):
             pass
+
+
+    def check_reduced(self) -> None:
+        """Raise PluginError if gradients of earlier micro-batches have not been reduced, as the last one gave the block none."""
+        if self._pending:
+            self._refuse()
+
+    def _refuse(self) -> None:
+        so = f"{self._name} left parameters without a gradient in a micro-batch, so that micro-batches cannot be added up"
+        raise PluginError("one all-reduce for all micro-batches", so, "Reduce in each: --set parallel.options.fsdp.reduce=each.")
 
 
 def all_reduce_bytes(size: int, ranks: int) -> int:

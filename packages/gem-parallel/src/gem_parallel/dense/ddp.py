@@ -1,6 +1,7 @@
 """Data parallelism of the dense part with torch's DistributedDataParallel."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from inspect import signature
 from typing import Any
 
@@ -39,6 +40,7 @@ class DataParallel:
 
     def __init__(self) -> None:
         self._world = 1
+        self._wrapped: DistributedDataParallel | None = None
 
     def apply(self, module: nn.Module, context: ParallelContext) -> nn.Module:
         """``module`` wrapped for several ranks, and itself in a single process. The wrapper's ``module`` is the same object, with all its attributes.
@@ -59,7 +61,8 @@ class DataParallel:
             dist.broadcast(buffer, 0, group=group)
         words = {"process_group": group, "find_unused_parameters": True, "gradient_as_bucket_view": True, _FORWARD_SYNC: False}
         watch_gradients(module, torch.device(context.device))
-        return DistributedDataParallel(module, **words)
+        self._wrapped = DistributedDataParallel(module, **words)
+        return self._wrapped
 
     def _replicate_experts(self, module: nn.Module, context: ParallelContext) -> None:
         placement = placement_of(module)
@@ -72,6 +75,13 @@ class DataParallel:
                 fully_shard(expert, mesh=mesh, reshard_after_forward=False)
         apart = [name for name, _ in module.named_parameters() if any(name.startswith(f"{held.name}.experts.") for held in placement.ensembles)]
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, apart)  # type: ignore[no-untyped-call]
+
+    @contextmanager
+    def micro_batch(self, *, last: bool) -> Iterator[None]:
+        """``DelaysReduction``: gradients of micro-batches add up on each rank and are averaged with the last. Those of experts that strategy
+        ``experts`` has shared out are averaged in each."""
+        with nullcontext() if last or self._wrapped is None else self._wrapped.no_sync():
+            yield
 
     def describe(self) -> Mapping[str, Any]:
         return {"strategy": "ddp", "world": self._world}

@@ -1,6 +1,7 @@
 """Sharding of the dense part with torch's ``fully_shard``, over one or two dimensions of ranks."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from gem_core.spec import ParallelContext, RequestError, Topology
 from gem_parallel.comm.backends import Here, set_environment
@@ -53,6 +55,7 @@ class FullyShard:
         prefetch: blocks gathered ahead of the one that computes in forward, in the model's order.
         payload: format of the weights between ranks (``gem_parallel.comm.payload``).
         reduce_dtype: format in which gradients are summed between ranks.
+        reduce: ``last`` sums the gradients of a step's micro-batches over the replicas once, ``each`` after each of them.
         comm: backend that carries the weights (``gem_parallel.comm.backends``).
         reserved_sms: SMs that persistent kernels leave free.
         multicast: whether NVLink multicast may be used.
@@ -69,16 +72,19 @@ class FullyShard:
         prefetch: int = 1,
         payload: str = "fp32",
         reduce_dtype: str = "fp32",
+        reduce: str = "last",
         comm: str = "default",
         reserved_sms: int | None = None,
         multicast: bool = False,
     ) -> None:
         self._replicas, self._reshard, self._keep, self._prefetch = replicas, reshard, tuple(keep), prefetch
-        self._payload, self._reduce, self._comm = payload, reduce_dtype, comm
+        self._payload, self._reduce_dtype, self._comm = payload, reduce_dtype, comm
+        self._last = reduce == "last"
+        self._delayed: list[tuple[Unit, ScatterGradients]] = []
         self._reserved, self._multicast = reserved_sms, multicast
         self.traffic = Traffic()
         self._facts: dict[str, Any] = {"strategy": "fsdp", "replicas": replicas, "reshard": reshard, "world": 1, "blocks": []}
-        self._facts |= {"payload": payload, "reduce_dtype": reduce_dtype, "comm": comm, "prefetch": prefetch, "kept": []}
+        self._facts |= {"payload": payload, "reduce_dtype": reduce_dtype, "reduce": reduce, "comm": comm, "prefetch": prefetch, "kept": []}
 
     def apply(self, module: nn.Module, context: ParallelContext) -> nn.Module:
         """``module`` itself, its parameters sharded in place; in a single process as it is.
@@ -124,19 +130,50 @@ class FullyShard:
         words: dict[str, Any] = {
             "mesh": mesh if replicas > 1 else mesh["dense_shard"],
             "reshard_after_forward": self._reshard and not kept and unit.name != ROOT,  # the root is needed at both ends of the step
-            "mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.bfloat16 if self._reduce == "bf16" else None, cast_forward_inputs=False),
+            "mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.bfloat16 if self._reduce_dtype == "bf16" else None, cast_forward_inputs=False),
             "ignored_params": placement.absent,
         }
+        scatter = ScatterGradients(unit.name, self.traffic, replicas, padded_numbers(unit, mesh.size(1), placement))
         fully_shard(unit.modules if len(unit.modules) > 1 else unit.modules[0], **words)
-        scatter = ScatterGradients(unit.name, self.traffic, replicas)
         unit.fsdp.set_custom_all_gather(GatherWeights(unit.name, self.traffic, carrier, PAYLOADS[self._payload]))
         unit.fsdp.set_custom_reduce_scatter(scatter)
         if replicas > 1:
             unit.fsdp.set_all_reduce_hook(scatter.replicas_reduced)
+        if self._last and replicas > 1 and mesh.size(1) > 1:  # a shard of its own is not scattered, so nobody sees what was added up
+            self._delayed.append((unit, scatter))
         if unit.name != ROOT:
             self._facts["blocks"].append(unit.name)
         if kept:
             self._facts["kept"].append(unit.name)
+
+    @contextmanager
+    def micro_batch(self, *, last: bool) -> Iterator[None]:
+        """``DelaysReduction``: gradients are scattered in each micro-batch, and summed over the replicas in the last.
+
+        Raises:
+            PluginError: a block's parameters had gradients in some micro-batches and not in others.
+        """
+        for unit, scatter in self._delayed:
+            scatter.delayed = True
+            unit.fsdp.set_requires_all_reduce(last, recurse=False)
+        try:
+            yield
+        finally:
+            for unit, scatter in self._delayed:
+                scatter.delayed = False
+                unit.fsdp.set_requires_all_reduce(True, recurse=False)
+        if last:
+            for _, scatter in self._delayed:
+                scatter.check_reduced()
+
+    def _payload_of(self, unit: Unit, lows: Sequence[LowPart], size: int, mesh: DeviceMesh) -> Payload | None:
+        """How a unit's weights travel: those that their modules read in low precision in that format, the others as the option says."""
+        others = PAYLOADS[self._payload]
+        if not lows:
+            return others
+        self._lows += lows
+        self._facts["low_weights"].append({"block": unit.name, "weights": len(lows), "values": sum(low.parameter.numel() for low in lows)})
+        return Lowered(lows, size, others, self._lows, AgreeOnLargest(unit.name, self.traffic, mesh.get_group("dense_shard")))
 
     def describe(self) -> Mapping[str, Any]:
         return self._facts
@@ -151,6 +188,13 @@ def here(device: str, group: dist.ProcessGroup, topology: Topology) -> Here:
         torch.cuda.can_device_access_peer(torch.cuda.current_device(), rank % local) for rank in ranks if rank != dist.get_rank() and len(hosts) == 1
     )
     return Here(device=kind, ranks=len(ranks), local=len(ranks) if len(hosts) == 1 else local, peer_access=peers)
+
+
+def padded_numbers(unit: Unit, shards: int, placement: Placement) -> int:
+    """Numbers in the trained parameters of a unit that are not sharded yet, their rows padded to equal parts."""
+    absent = placement.absent
+    own = {p for module in unit.modules for p in module.parameters() if p.requires_grad and not isinstance(p, DTensor) and p not in absent}
+    return sum(-(-p.shape[0] // shards) * shards * p.shape[1:].numel() for p in own)
 
 
 def units_of(module: nn.Module, placement: Placement) -> Iterator[Unit]:

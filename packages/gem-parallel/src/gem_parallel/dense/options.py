@@ -33,6 +33,9 @@ class FsdpOptions(BaseModel):
     """Format of weights between ranks: ``bf16``, or ``fp8`` with a scale for each 128 values. Blocks compute with the rounded weights, in float32."""
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"
     """Format in which gradients are summed between ranks."""
+    reduce: Literal["last", "each"] = "last"
+    """With ``replicas`` and ``optim.accumulate``: sum over the replicas once, after the last micro-batch, or after each. Only ``each`` is possible
+    where the model leaves parameters without gradients in some micro-batches."""
     comm: BackendName = "default"
     """What carries the weights: ``default`` (NCCL or gloo), ``low_cta`` (NCCL in few blocks), ``copy_engine`` (no SMs)."""
     reserved_sms: int | None = Field(default=None, ge=0, strict=True)
