@@ -166,15 +166,6 @@ class FullyShard:
             for _, scatter in self._delayed:
                 scatter.check_reduced()
 
-    def _payload_of(self, unit: Unit, lows: Sequence[LowPart], size: int, mesh: DeviceMesh) -> Payload | None:
-        """How a unit's weights travel: those that their modules read in low precision in that format, the others as the option says."""
-        others = PAYLOADS[self._payload]
-        if not lows:
-            return others
-        self._lows += lows
-        self._facts["low_weights"].append({"block": unit.name, "weights": len(lows), "values": sum(low.parameter.numel() for low in lows)})
-        return Lowered(lows, size, others, self._lows, AgreeOnLargest(unit.name, self.traffic, mesh.get_group("dense_shard")))
-
     def describe(self) -> Mapping[str, Any]:
         return self._facts
 
