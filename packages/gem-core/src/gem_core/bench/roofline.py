@@ -75,11 +75,11 @@ def _finish(device: torch.device) -> None:
 
 
 def draw(points: Sequence[Point], where: Machine, title: str, path: Path) -> None:
-    """Write the roofline with its points, log-log; the ending of ``path`` names the format."""
+    """Write the roofline with its points, numbered, log-log; the ending of ``path`` names the format."""
     import matplotlib
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8.5, 5.2), layout="constrained")
+    figure = Figure(figsize=(11, 5.2), layout="constrained")
     axes = figure.subplots()
     ridge = where.peak.flops_per_second / where.bandwidth
     reach = [p.intensity for p in points] + [ridge]
@@ -89,18 +89,18 @@ def draw(points: Sequence[Point], where: Machine, title: str, path: Path) -> Non
     top, slope = f"{where.peak.flops_per_second / 1e12:.3g} TFLOP/s {where.peak.dtype}", f"{where.bandwidth / 1e12:.3g} TB/s"
     axes.annotate(top, (right, roof[-1]), ha="right", va="bottom", color=_INK, fontsize=8)
     axes.annotate(slope, (left * 1.2, roof[0] * 1.2), ha="left", va="bottom", color=_INK, fontsize=8)
-    for bound, colour in _COLOURS.items():
-        chosen = [p for p in points if p.bound == bound]
-        axes.scatter([p.intensity for p in chosen], [p.rate / 1e12 for p in chosen], color=colour, s=26, zorder=3, label=f"bound by {bound}")
-        for p in chosen:
-            axes.annotate(p.name, (p.intensity, p.rate / 1e12), xytext=(5, -9), textcoords="offset points", fontsize=7, color=_INK)
+    for number, point in enumerate(points, 1):
+        colour = _COLOURS[point.bound]
+        axes.scatter([point.intensity], [point.rate / 1e12], color=colour, s=26, zorder=3, label=f"{number}  {point.name}")
+        axes.annotate(str(number), (point.intensity, point.rate / 1e12), xytext=(4, 3), textcoords="offset points", fontsize=8, color=colour)
     axes.set_xlabel("model FLOPs a byte that must be moved", color=_INK)
     axes.set_ylabel("TFLOP/s", color=_INK)
     axes.set_title(title, color=_INK, fontsize=10)
     axes.grid(color=_GRID, linewidth=0.8, which="major")
     axes.set_axisbelow(True)
     axes.tick_params(colors=_INK, labelsize=8)
-    axes.legend(frameon=False, fontsize=8, labelcolor=_INK, loc="lower right")
+    words = "blue: bound by compute, orange: by bytes"
+    axes.legend(frameon=False, fontsize=8, labelcolor=_INK, loc="upper left", bbox_to_anchor=(1, 1), title=words, title_fontsize=8)
     path.parent.mkdir(parents=True, exist_ok=True)
     with matplotlib.rc_context({"svg.hashsalt": "gem", "svg.fonttype": "none"}):  # the same rows give the same file
         figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)

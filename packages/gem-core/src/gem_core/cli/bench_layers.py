@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
 Config = Annotated[str, typer.Option("--config", "-c", "--recipe", help="A TOML file, or the name of a recipe.")]
 Overrides = Annotated[list[str] | None, typer.Option("--set", help="PATH=VALUE; may be repeated.")]
-Csv = Annotated[Path | None, typer.Option(help="Write the rows to this file.")]
-Plot = Annotated[Path | None, typer.Option(help="Draw to this file, such as FILE.svg.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
@@ -106,8 +104,9 @@ def write_csv(path: Path, rows: Sequence[dict[str, Any]]) -> None:
 def _draw(found: "LocalMfu", recipe: str, path: Path) -> None:
     from gem_core.bench.roofline import Point, draw
 
-    points = [Point(name=f"{r.layer} ({r.module})", intensity=r.intensity, rate=r.flops / r.seconds, bound=r.bound) for r in found.rows if r.flops]
-    title = f"{recipe} on {found.machine.name}: layers alone, forward and backward; local MFU {100 * found.mfu:.1f} %"
+    drawn = [row for row in found.counted if row.flops]  # a logarithm has no place for the others
+    points = [Point(name=f"{row.layer}  {row.module}", intensity=row.intensity, rate=row.flops / row.seconds, bound=row.bound) for row in drawn]
+    title = f"{recipe} on {found.machine.name}: layers alone, forward and backward. Local MFU {100 * found.mfu:.1f} %"
     draw(points, found.machine, title, path)
 
 
