@@ -100,6 +100,12 @@ def test_the_next_batch_is_sent_between_forward_and_update(configure: Configure,
     assert sent == looked
 
 
+def test_without_ahead_a_step_is_over_before_the_next_is_read(configure: Configure, engines: list[Telling]) -> None:
+    train(configure("train.ahead=false", "train.epochs=1"))
+    told = [what for what, _ in engines[0].told[: engines[0].told.index(("save", 0))]]
+    assert told == 6 * ["send", "look up", "step"]
+
+
 def test_micro_batches_are_sent_one_ahead_and_across_steps(configure: Configure, engines: list[Telling]) -> None:
     train(configure("optim.accumulate=2", "train.epochs=1"))
     told = [what for what, _ in engines[0].told[: engines[0].told.index(("save", 0))]]
@@ -137,11 +143,10 @@ def test_nothing_is_read_beyond_the_last_step(configure: Configure, monkeypatch:
 
 @pytest.mark.parametrize("settings", [(), ("optim.accumulate=4",), ("train.checkpoint_every=4", "train.eval_every=3")])
 def test_case_F14_ahead_or_not_a_run_has_the_same_bits(
-    configure: Configure, engines: list[Telling], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: tuple[str, ...]
+    configure: Configure, engines: list[Telling], tmp_path: Path, settings: tuple[str, ...]
 ) -> None:
     train(configure(*settings, "train.log_every=1", "model.options.dropout=0.3", out="ahead"))
-    monkeypatch.setattr(loop, "_pauses", lambda run, step: True)
-    train(configure(*settings, "train.log_every=1", "model.options.dropout=0.3", out="not"))
+    train(configure(*settings, "train.ahead=false", "train.log_every=1", "model.options.dropout=0.3", out="not"))
     assert losses(tmp_path / "ahead") == losses(tmp_path / "not")
     ahead, plain = (find_checkpoint(tmp_path / name).read() for name in ("ahead", "not"))
     assert torch.equal(ahead["tables"]["item"]["weight"], plain["tables"]["item"]["weight"])

@@ -39,6 +39,13 @@ def test_frozen_parameters_are_left_out() -> None:
     assert [p for group in optimizer.param_groups for p in group["params"]] == [model.bias]
 
 
+def test_one_kernel_updates_whole_parameters_on_cuda_alone() -> None:
+    settings = {"lr": 0.1, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
+    assert not any(group["fused"] for group in adamw(nn.Linear(3, 4), **settings).param_groups)
+    if torch.cuda.is_available():
+        assert all(group["fused"] for group in adamw(nn.Linear(3, 4, device="cuda"), **settings).param_groups)
+
+
 def test_warm_up_rises_to_one_and_constant_stays() -> None:
     assert [factor(step, warmup=4) for step in range(6)] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0, 1.0])
 

@@ -97,7 +97,7 @@ def test_the_order_is_printed_at_debug(configure: Configure, caplog: pytest.LogC
     with caplog.at_level(logging.DEBUG, logger="gem_core.train"):
         compose(configure()).close()
     said = [r.getMessage() for r in caplog.records if r.getMessage().startswith("compose: ")]
-    assert said == [f"compose: {name}" + (" (nothing to do)" if name == "compile per block" else "") for name in ORDER]
+    assert said == [f"compose: {name}" for name in ORDER]
 
 
 def test_everything_is_on_the_device_and_weights_depend_on_the_seed_alone(configure: Configure) -> None:

@@ -110,6 +110,18 @@ class KernelsSection(Section):
     on_reference: Literal["warn", "error", "allow"] = Field(default="warn", description="when training on CUDA would fall to the slow reference")
 
 
+class CompileSection(Section):
+    """`[compile]`: torch.compile."""
+
+    blocks: Literal["off", "default", "reduce-overhead"] = Field(
+        default="off", description="compile each repeated block of the model, in a mode of torch.compile; reduce-overhead records CUDA graphs"
+    )
+    dynamic: Literal["auto", "always"] = Field(
+        default="auto", description="auto compiles for the first batch's sizes, then for any; always for any from the start"
+    )
+    recompiles: Positive = Field(default=4, description="compilations of a block, after which the next one ends the run")
+
+
 class OptimSection(Section):
     """`[optim]`: AdamW of the dense part, and the schedule of dense part and tables."""
 
@@ -136,6 +148,7 @@ class TrainSection(Section):
     steps_csv: bool = Field(default=False, description="write steps.csv: tokens, pairs, rows and computing seconds of every step and rank")
     trace: tuple[Positive, ...] = Field(default=(), description="steps whose timelines are written to trace/, for chrome://tracing")
     uneven: Literal["stop", "pad", "drop"] = Field(default="stop", description="what ranks do when their shares of the last rows differ")
+    ahead: bool = Field(default=True, description="read, copy and send the ids of the next step's first batch while a step computes")
     shuffle: bool = Field(default=True, description="shuffle the training split each epoch")
     keep_checkpoints: Positive = Field(default=2, description="how many checkpoints stay on disk")
     ema_decay: Beta = Field(default=0.0, description="decay of averaged dense weights, used for evaluation; 0 is off")
@@ -152,5 +165,6 @@ class RunConfig(Section):
     precision: PrecisionSection = PrecisionSection()
     parallel: ParallelSection = ParallelSection()
     kernels: KernelsSection = KernelsSection()
+    compile: CompileSection = CompileSection()
     optim: OptimSection = OptimSection()
     train: TrainSection = TrainSection()

@@ -28,7 +28,8 @@ def plain_precision() -> Iterator[None]:
 
 def widen(x: Tensor) -> Tensor:
     """``x`` in the dtype that references compute in: at least float32."""
-    return x if _plain.get() or x.dtype == torch.float64 else x.float()
+    plain = not torch.compiler.is_compiling() and _plain.get()  # a compiler cannot look into a context variable
+    return x if plain or x.dtype == torch.float64 else x.float()
 
 
 def own_precision(function: Callable[P, R]) -> Callable[P, R]:

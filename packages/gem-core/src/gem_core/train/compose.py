@@ -5,6 +5,7 @@
 
 import logging
 import math
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -47,6 +48,7 @@ from gem_core.train import folder, manifest
 from gem_core.train.checkpoint import restore, values
 from gem_core.train.checkpoint.saved import Saved, find_checkpoint
 from gem_core.train.checkpoint.saver import Saver
+from gem_core.train.compiled import Compiled, compiled_blocks
 from gem_core.train.efficiency import Peak, peak_of
 from gem_core.train.ids.layout import with_rows
 from gem_core.train.ids.managed import ManagedIds
@@ -105,6 +107,10 @@ class Run:
         self.folder = resume or Path(loaded.config.run.out)
         self.saved: Saved | None = None
         self.average: AveragedWeights | None = None
+        self.compiled = Compiled()
+        self.begun = time.perf_counter()
+        self.first_step_seconds = 0.0
+        """From here to the end of the first step that this process takes: composing and compiling included."""
         self.progress = Progress()
         self.saved_step = -1
         self._stack = ExitStack()
@@ -239,6 +245,11 @@ def _kernels_bound(run: Run) -> None:
     run.kernels = {op: "+".join(sorted(names)) for op, names in sorted(backends.items())}
 
 
+def _compile(run: Run) -> None:
+    if run.config.compile.blocks != "off":
+        run.compiled = run.enter(compiled_blocks(run.model, run.config.compile))
+
+
 def _optimisers(run: Run) -> None:
     optim, decay = run.config.optim, run.config.train.ema_decay
     run.average = AveragedWeights(run.model, decay) if decay else None
@@ -350,10 +361,10 @@ def _checkpoint_complete(run: Run, step: int, path: Path) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """One step of composing: its printed name, what it does (None where nothing is configured to do), and whether only training does it."""
+    """One step of composing: its printed name, what it does, and whether only training does it."""
 
     name: str
-    do: Callable[[Run], None] | None
+    do: Callable[[Run], None]
     training_only: bool = False
 
 
@@ -368,7 +379,7 @@ STAGES = (
     Stage("strategies by stage", _strategies),
     Stage("materialise", _materialise),
     Stage("kernels bound", _kernels_bound),
-    Stage("compile per block", None),
+    Stage("compile per block", _compile),
     Stage("optimisers", _optimisers, training_only=True),
     Stage("restore", _restore),
     Stage("manifest", _manifest, training_only=True),
@@ -385,9 +396,9 @@ def compose(loaded: LoadedConfig, *, resume: Path | None = None, training: bool 
     run = Run(loaded, resume=resume, training=training)
     try:
         for stage in STAGES:
-            skipped = stage.do is None or (stage.training_only and not training)
+            skipped = stage.training_only and not training
             log.debug("compose: %s%s", stage.name, " (nothing to do)" if skipped else "")
-            if stage.do is not None and not skipped:
+            if not skipped:
                 stage.do(run)
     except BaseException:
         run.close()

@@ -13,6 +13,7 @@ from gem_core.spec import GemError, ResumableSource, RunFailed, Shard, StepInfo
 from gem_core.train.checkpoint import restore, values
 from gem_core.train.checkpoint.pieces import dense_pieces, table_pieces
 from gem_core.train.checkpoint.saver import Content
+from gem_core.train.compiled import limit_named
 from gem_core.train.compose import Run, describe_again
 from gem_core.train.efficiency import TRAIN_OVER_FORWARD
 from gem_core.train.evaluate import Evaluation, evaluate
@@ -79,19 +80,8 @@ def _steps(run: Run, feed: Feed) -> bool:
     run.ledger.begin(progress.step)
     mark = time.perf_counter()
     for work in feed:
-        factor = lr_factor(
-            progress.step,
-            total=run.total_steps,
-            schedule=config.optim.schedule,
-            warmup=config.optim.warmup_steps,
-            final=config.optim.final_lr_fraction,
-        )
-        run.ids.begin_step(run.embeddings)
-        paired = run.learner.changing is not None and run.learner.changing.begin_step(progress.step + 1)
-        following = None if paired or _pauses(run, progress.step + 1) else feed.peek  # a pair may end the run with a checkpoint
-        result = train_step(run.learner, work, step=progress.step + 1, lr_factor=factor, following=following, paired=paired)
-        if isinstance(run.source, ResumableSource):
-            run.source.trained(work.batches)
+        factor = _lr_factor(run)
+        result = take_step(run, feed, work, lr_factor=factor)
         progress.step += 1
         progress.next_batch += len(work.batches)
         progress.trained_rows += work.rows
@@ -115,6 +105,31 @@ def _steps(run: Run, feed: Feed) -> bool:
         if progress.step == limit:
             return True
     return False
+
+
+def take_step(run: Run, feed: Feed, work: Work, *, lr_factor: float) -> StepResult:
+    """Take one step of the feed, and prepare the next one's first batch where ``train.ahead`` and what comes after this step allow it. Collective.
+
+    Raises:
+        RunFailed: the loss or a gradient is not finite, or a compiled block met too many kinds of input.
+    """
+    number, changing = run.progress.step + 1, run.learner.changing
+    run.ids.begin_step(run.embeddings)
+    paired = changing is not None and changing.begin_step(number)
+    waits = paired or not run.config.train.ahead or _pauses(run, number)  # a pair may end the run with a checkpoint
+    with limit_named(run.config.compile.recompiles):
+        result = train_step(run.learner, work, step=number, lr_factor=lr_factor, following=None if waits else feed.peek, paired=paired)
+    if isinstance(run.source, ResumableSource):
+        run.source.trained(work.batches)
+    if not run.first_step_seconds:
+        run.first_step_seconds = time.perf_counter() - run.begun
+        run.log.event("first_step", number, seconds=run.first_step_seconds, compile=run.compiled.told())
+    return result
+
+
+def _lr_factor(run: Run) -> float:
+    optim = run.config.optim
+    return lr_factor(run.progress.step, total=run.total_steps, schedule=optim.schedule, warmup=optim.warmup_steps, final=optim.final_lr_fraction)
 
 
 def _heed_pair(run: Run, result: StepResult) -> None:

@@ -17,18 +17,24 @@ def adamw(module: nn.Module, *, lr: float, betas: Sequence[float], eps: float, w
     """AdamW over the trainable parameters; weight decay only for matrices, never for norms and biases (parameters with fewer than two dimensions).
 
     The parameters of each mesh have groups of their own: torch updates a list by the mesh of its first tensor, and would leave all of them alone on a
-    rank outside of that mesh, without a word. Sharded ones are updated as lists on the CPU too, where an operation on each by itself costs more than
-    its arithmetic.
+    rank outside of that mesh, without a word. Whole ones on CUDA are updated by one kernel (``fused``). Sharded ones are updated as lists, on the CPU
+    too, where an operation on each by itself costs more than its arithmetic.
     """
     groups: dict[tuple[Any, bool], list[nn.Parameter]] = {}
     for p in module.parameters():
         if p.requires_grad:
             groups.setdefault((p.device_mesh if isinstance(p, DTensor) else None, p.dim() >= 2), []).append(p)
     settings = [
-        {"params": members, "weight_decay": weight_decay if matrices else 0.0, "foreach": None if mesh is None else True}
+        {"params": members, "weight_decay": weight_decay if matrices else 0.0, **_at_once(members, sharded=mesh is not None)}
         for (mesh, matrices), members in groups.items()
     ]
     return torch.optim.AdamW(settings, lr=lr, betas=(betas[0], betas[1]), eps=eps)
+
+
+def _at_once(members: Sequence[nn.Parameter], *, sharded: bool) -> dict[str, bool | None]:
+    if sharded:
+        return {"foreach": True}
+    return {"fused": True if all(p.device.type == "cuda" for p in members) else None}
 
 
 def lr_factor(step: int, *, total: int, schedule: str, warmup: int, final: float) -> float:

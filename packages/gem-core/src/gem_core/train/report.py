@@ -94,6 +94,8 @@ def facts(summary: Mapping[str, Any], manifest: Mapping[str, Any]) -> list[tuple
         ("dense parameters", f"{manifest['parameters']['dense']:,}"),
         ("table parameters", f"{manifest['parameters']['tables']:,}"),
         ("seed", str(summary["seed"])),
+        ("first step after", f"{summary['first_step_seconds']:.1f} s"),
+        *([("compiling", f"{compiled['seconds']:.1f} s, {compiled['graphs']} graphs")] if (compiled := summary["compile"])["graphs"] else []),
     ]
 
 

@@ -95,6 +95,8 @@ def summary(run: Run, done: Evaluation) -> dict[str, Any]:
         "rows": progress.trained_rows,
         "samples_per_second": rates["samples_per_second"],
         "mfu": rates["mfu"],
+        "first_step_seconds": run.first_step_seconds,
+        "compile": run.compiled.told(),
         "kernels": run.kernels,
         "seed": run.config.run.seed,
         "baseline": {name: {key: tasks[first].get(key) for key in ("auc", "ne")} for name, tasks in baselines.items() if first in tasks},

@@ -1,0 +1,88 @@
+"""The repeated blocks of a model, each compiled in place, and what that took.
+
+A block is an entry of a list of modules directly under the root that has parameters. It is compiled as it stands (``Module.compile``), so names of
+parameters do not change, and checkpoints go from compiled runs to others. Batches differ in their number of events: torch compiles for the first
+one's sizes, then again for any size (``dynamic = "auto"``). More compilations of a block than ``compile.recompiles`` end the run, where torch would
+go on without compiling and say nothing.
+"""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from gem_core.config.schema import CompileSection
+from gem_core.spec import RunFailed
+
+BACKEND = "inductor"
+
+
+class Compiled:
+    """How many graphs this process has compiled while it was open, and the seconds that took."""
+
+    def __init__(self) -> None:
+        self.graphs, self.seconds = 0, 0.0
+        self._begun = 0.0
+
+    @contextmanager
+    def watch(self) -> Iterator[None]:
+        """Count every compilation of this process; torch tells of the outermost ones only, so that their times add up."""
+        from torch._dynamo.callback import callback_handler
+
+        callback_handler.register_start_callback(self._start)
+        callback_handler.register_end_callback(self._end)
+        try:
+            yield
+        finally:
+            callback_handler.remove_start_callback(self._start)
+            callback_handler.remove_end_callback(self._end)
+
+    def told(self) -> dict[str, float]:
+        """Plain values."""
+        return {"graphs": self.graphs, "seconds": self.seconds}
+
+    def _start(self, about: Any) -> None:
+        self._begun = time.perf_counter()
+
+    def _end(self, about: Any) -> None:
+        self.graphs += 1
+        self.seconds += time.perf_counter() - self._begun
+
+
+def blocks(model: nn.Module) -> list[nn.Module]:
+    """The repeated blocks, in the order of the model."""
+    lists = [child for child in model.children() if isinstance(child, nn.ModuleList)]
+    return [block for entries in lists for block in entries if any(True for _ in block.parameters())]
+
+
+@contextmanager
+def compiled_blocks(model: nn.Module, options: CompileSection) -> Iterator[Compiled]:
+    """Compile the blocks of ``model``; they are when they first run. The limit on compilations holds for the process while this is open."""
+    from torch._dynamo import config
+
+    found, compiled = blocks(model), Compiled()
+    for block in found:
+        block.compile(
+            backend=BACKEND,
+            mode=None if options.blocks == "default" or BACKEND != "inductor" else options.blocks,
+            dynamic=True if options.dynamic == "always" else None,
+        )
+    limit = options.recompiles * max(len(found), 1)  # torch counts by function, which blocks of one kind share
+    patch: Any = config.patch
+    with patch(recompile_limit=limit, accumulated_recompile_limit=4 * limit, fail_on_recompile_limit_hit=True), compiled.watch():
+        yield compiled
+
+
+@contextmanager
+def limit_named(limit: int) -> Iterator[None]:
+    """Torch's error at the limit on compilations as a RunFailed."""
+    try:
+        yield
+    except Exception as error:
+        if type(error).__name__ != "FailOnRecompileLimitHit":  # named, as torch._dynamo is not imported where nothing is compiled
+            raise
+        so = f"a block was compiled for {limit} kinds of input, and met another one: {str(error).splitlines()[0]}"
+        do = 'TORCH_LOGS=recompiles says what changed from call to call; raise compile.recompiles, or set compile.blocks = "off".'
+        raise RunFailed("compiled blocks", so, do) from error

@@ -1,0 +1,132 @@
+"""Compiled blocks: the same run and the same names without them, counted compilations, and a limit that ends the run."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gem_core.config.load import LoadedConfig, load_config
+from gem_core.config.schema import CompileSection
+from gem_core.spec import RequestError, RunFailed
+from gem_core.train import compiled
+from gem_core.train.compiled import Compiled, blocks, compiled_blocks, limit_named
+from gem_core.train.compose import compose
+from gem_core.train.log import read_log
+from gem_core.train.run import train
+
+SMALL = [
+    "run.device=cpu", "run.threads=1", "model.name=hstu", "model.options.dim=8", "model.options.layers=1", "model.options.bias=none",
+    "data.options.rows=128", "data.batch_size=32", "train.epochs=1", "train.log_every=2", "kernels.prefer=['reference']",
+]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def traced_alone(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Blocks are traced and run as they were traced; code generation is torch's own business, and slow on a CPU."""
+    import torch._dynamo
+
+    monkeypatch.setattr(compiled, "BACKEND", "eager")
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def small(folder: Path, *overrides: str) -> LoadedConfig:
+    return load_config("toy", [*SMALL, f"run.out={json.dumps(str(folder))}", *overrides])
+
+
+class Block(nn.Module):
+    """A block whose code depends on a word: each one is a kind of input of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor, word: str) -> Tensor:
+        return self.linear(x) * len(word)  # type: ignore[no-any-return]
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Block(), Block()])
+        self.empty = nn.ModuleList([nn.Identity()])
+        self.head = nn.Linear(2, 1)
+
+    def forward(self, x: Tensor, word: str) -> Tensor:
+        for layer in self.layers:
+            x = layer(x, word)
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+def test_blocks_are_entries_of_lists_under_the_root_that_have_parameters() -> None:
+    model = Model()
+    assert blocks(model) == list(model.layers)
+
+
+def test_a_compiled_run_has_the_losses_names_and_checkpoints_of_another(tmp_path: Path) -> None:
+    plain = train(small(tmp_path / "plain"))
+    fast = train(small(tmp_path / "fast", "compile.blocks=default"))
+    losses = [[record["loss"] for record in read_log(tmp_path / name) if record["event"] == "train"] for name in ("plain", "fast")]
+    torch.testing.assert_close(losses[0], losses[1], rtol=1e-5, atol=1e-6)
+    assert plain["compile"] == {"graphs": 0, "seconds": 0.0}
+    assert fast["compile"]["graphs"] >= 2  # the layer, and both kinds of events
+    assert 0 < fast["compile"]["seconds"] < fast["first_step_seconds"] + fast["train_seconds"]
+    assert ">compiling<" in (tmp_path / "fast/report.html").read_text()
+    assert ">compiling<" not in (tmp_path / "plain/report.html").read_text()
+    # the checkpoint of one goes on in the other, which asks for the same names and shapes
+    run = compose(small(tmp_path / "fast", "train.epochs=2", "compile.blocks=off"), resume=tmp_path / "fast")
+    try:
+        assert run.progress.step == 4
+        assert not any("_orig_mod" in name for name in run.model.state_dict())
+    finally:
+        run.close()
+
+
+def test_the_time_to_the_first_step_is_told(tmp_path: Path) -> None:
+    summary = train(small(tmp_path / "run"))
+    (told,) = [record for record in read_log(tmp_path / "run") if record["event"] == "first_step"]
+    assert told["step"] == 1
+    assert told["seconds"] == summary["first_step_seconds"] > 0
+    assert "first step after" in (tmp_path / "run/report.html").read_text()
+
+
+def test_a_block_that_meets_too_many_kinds_of_input_ends_the_run() -> None:
+    model, x = Model(), torch.ones(3, 2, requires_grad=True)
+    with compiled_blocks(model, CompileSection(blocks="default", recompiles=2)) as told:
+        with limit_named(2):
+            for word in ("a", "bb", "ccc", "dddd"):  # two blocks of one kind share 2 x 2 compilations
+                model(x, word)
+        assert told.graphs == 4
+        with pytest.raises(RunFailed, match=r"compiled for 2 kinds of input.*compile.recompiles"), limit_named(2):
+            model(x, "eeeee")
+
+
+def test_planted_fault_without_the_limit_torch_goes_on_and_says_nothing() -> None:
+    model, x = Model(), torch.ones(3, 2, requires_grad=True)
+    with compiled_blocks(model, CompileSection(blocks="default", recompiles=1)), torch._dynamo.config.patch(fail_on_recompile_limit_hit=False):
+        for word in ("a", "bb", "ccc", "dddd"):
+            assert torch.isfinite(model(x, word)).all()
+
+
+def test_other_errors_of_a_block_stay_what_they_are() -> None:
+    with pytest.raises(RequestError, match="asked"), limit_named(2):
+        raise RequestError("asked", "so", "do")
+
+
+def test_counting_stops_where_it_is_left() -> None:
+    told = Compiled()
+    with told.watch():
+        pass
+    block = nn.Linear(2, 2)
+    block.compile(backend="eager")
+    block(torch.ones(1, 2))
+    assert told.told() == {"graphs": 0, "seconds": 0.0}
+
+
+def test_a_mode_that_torch_does_not_have_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match=r"compile\.blocks"):
+        small(tmp_path, "compile.blocks=max")
