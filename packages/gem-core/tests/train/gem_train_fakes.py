@@ -19,6 +19,7 @@ from gem_core.spec import (
     ModelSpec,
     ParallelContext,
     ParallelStrategy,
+    PrecisionRecipe,
     Shard,
     TableSpec,
     Task,
@@ -203,6 +204,11 @@ def gem_data_sources() -> Sequence[DataSource]:
 @hookimpl
 def gem_models() -> Sequence[ModelSpec]:
     return [ModelSpec(name="probe", summary="two layers", load="gem_train_fakes:Probe", options="gem_train_fakes:ProbeOptions")]
+
+
+@hookimpl
+def gem_precision_recipes() -> Sequence[PrecisionRecipe]:
+    return [PrecisionRecipe(name="rounds", summary="whole numbers", load="gem_paired_fakes:Rounds")]
 
 
 @hookimpl

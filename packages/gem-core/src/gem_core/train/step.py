@@ -159,7 +159,7 @@ def _micro_batch(learner: Learner, number: int, count: int) -> ExitStack:
 def _high_sums(learner: Learner, batch: Batch, embedded: Mapping[str, Tensor], weights: Tensor) -> Tensor:
     """``[tasks, 4]`` sums of a batch whose forward pass computes high. Random state and buffers are put back: the run does not notice.
 
-    A context of its own: autocast keeps the casts of weights until it ends, and those made without gradients would cut the step's own off.
+    A context of its own: what autocast keeps of a pass without gradients must not reach the step's own pass.
     """
     world, changing = learner.world, learner.changing
     assert changing is not None
