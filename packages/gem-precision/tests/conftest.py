@@ -1,6 +1,9 @@
 """A small plain torch model with the parts that the policy speaks of."""
 
+import os
+from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -10,6 +13,10 @@ from torch import Tensor, nn
 from gem_core.ops.slot import KernelSlot
 
 torch.set_num_threads(1)
+
+# Triton reads this when it is imported: without a GPU the kernels run under its interpreter.
+if not torch.cuda.is_available() and find_spec("triton") is not None:
+    os.environ["TRITON_INTERPRET"] = "1"
 
 
 class Spy(nn.Module):
@@ -115,3 +122,24 @@ def kit() -> Any:
         small, block, spy, fused, outputs = Small, Block, Spy, FusedNorm, Outputs
 
     return Kit
+
+
+def _block_numbers(rows: int, columns: int, seed: int = 0) -> Tensor:
+    """``[rows, columns]`` float32 that ``fp8_block`` holds exactly, along either axis and in squares, and whose scales differ from block to block.
+
+    Triton's interpreter rounds to FP8 wrongly (it loses carries and cuts subnormals off), so what it is given needs no rounding.
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def power(most: int, *sizes: int) -> Tensor:
+        return 2.0 ** torch.randint(-most, most + 1, sizes, generator=generator).float()
+
+    sign = torch.randint(0, 2, (rows, columns), generator=generator) * 2 - 1
+    tiles = power(12, -(-rows // 128), -(-columns // 128)).repeat_interleave(128, 0)[:rows].repeat_interleave(128, 1)[:, :columns]
+    significand = torch.randint(8, 16, (rows, columns), generator=generator).float()
+    return significand * sign * power(3, rows, 1) * power(3, 1, columns) * tiles
+
+
+@pytest.fixture(scope="session")
+def block_numbers() -> Callable[..., Tensor]:
+    return _block_numbers

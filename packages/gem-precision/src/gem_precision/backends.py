@@ -80,9 +80,17 @@ class LinearBackend:
         return function
 
 
-BACKENDS: tuple[LinearBackend, ...] = tuple(
-    LinearBackend(name=emulated(recipe), recipe=recipe, load="gem_precision.linear:emulated_linear", emulated=True, measured=True)
-    for recipe in PRESETS
+BACKENDS: tuple[LinearBackend, ...] = (
+    *(
+        LinearBackend(name=emulated(recipe), recipe=recipe, load="gem_precision.linear:emulated_linear", emulated=True, measured=True)
+        for recipe in PRESETS
+    ),
+    LinearBackend(
+        name="fp8_block_native",
+        recipe="fp8_block",
+        load="gem_precision.native:native_linear",
+        check="gem_precision.native:why_not",
+    ),
 )
 """Every backend, those of one recipe in the order in which tables show them."""
 

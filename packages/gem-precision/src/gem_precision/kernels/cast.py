@@ -1,0 +1,149 @@
+"""Casts to ``fp8_block``: a matrix along both of its axes in one pass over it, and a weight in 128 x 128 blocks.
+
+A training step contracts each operand of a linear layer along two axes: activations along features forward and along tokens in the weight gradient,
+output gradients the other way round. FP8 tensor cores of Hopper read operands whose contraction axis is the contiguous one, so each operand is
+written twice: as it is, and transposed.
+"""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from gem_core.spec import RequestError
+from gem_precision.kernels.language import BLOCK, QUARTER, inverse_scale, magnitude, scale, store_both
+
+SIDE = int(BLOCK)
+
+
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """A matrix in ``fp8_block`` whose last axis is to be contracted.
+
+    Args:
+        elements: ``[rows, columns]`` E4M3, both multiples of 128, contiguous.
+        scales: float32 powers of two: ``[rows, columns / 128]`` with its rows next to each other for blocks of 1 x 128, or
+            ``[rows / 128, columns / 128]``, contiguous, for blocks of 128 x 128.
+        square: whether blocks are 128 x 128.
+    """
+
+    elements: Tensor
+    scales: Tensor
+    square: bool
+
+    def dequantize(self) -> Tensor:
+        """``element * scale``, ``[rows, columns]`` float32, exact."""
+        scales = self.scales.repeat_interleave(SIDE, 0) if self.square else self.scales
+        return self.elements.float() * scales.repeat_interleave(SIDE, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Both:
+    """A matrix in ``fp8_block`` as it is, ``along`` its rows, and ``turned``, transposed; rows that pad it to a multiple of 128 are zeros."""
+
+    along: Operand
+    turned: Operand
+
+    @classmethod
+    def empty(cls, rows: int, columns: int, device: torch.device) -> "Both":
+        """Room for ``[rows, columns]`` in 1 x 128 blocks. ``columns`` is a multiple of 128."""
+        padded = -(-rows // SIDE) * SIDE
+        sides = []
+        for high, wide in ((padded, columns), (columns, padded)):
+            elements = torch.empty(high, wide, dtype=torch.float8_e4m3fn, device=device)
+            sides.append(Operand(elements, torch.empty(wide // SIDE, high, device=device).t(), square=False))
+        return cls(*sides)
+
+    def words(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """What the kernels write: elements and scales, then those of the transpose, whose elements are words of four."""
+        return self.along.elements, self.along.scales, self.turned.elements.view(torch.int32), self.turned.scales
+
+
+@triton.jit
+def load_quarter(x, row, column, stride, rows):
+    """Rows ``row + 4 g`` and columns from ``column`` on: ``[32, 128]`` float32, zeros from ``rows`` on."""
+    r = row + 4 * tl.arange(0, QUARTER)
+    c = column + tl.arange(0, BLOCK)
+    return tl.load(x + r[:, None] * stride + c[None, :], mask=(r < rows)[:, None], other=0.0).to(tl.float32)
+
+
+@triton.jit
+def cast_both_kernel(x, stride, rows, columns, padded, out, out_scale, turned, turned_scale):
+    tiles = columns // BLOCK
+    row_tile, column_tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
+    row = row_tile.to(tl.int64) * BLOCK
+    column = column_tile * BLOCK
+    q0 = load_quarter(x, row, column, stride, rows)
+    q1 = load_quarter(x, row + 1, column, stride, rows)
+    q2 = load_quarter(x, row + 2, column, stride, rows)
+    q3 = load_quarter(x, row + 3, column, stride, rows)
+    store_both(q0, q1, q2, q3, row_tile, column_tile, columns, padded, out, out_scale, turned, turned_scale)
+
+
+@triton.jit
+def cast_weight_kernel(x, stride, rows, columns, out, out_scale, turned, turned_scale):
+    row_tile, column_tile = tl.program_id(0), tl.program_id(1)
+    r = row_tile * BLOCK + tl.arange(0, BLOCK)
+    c = column_tile * BLOCK + tl.arange(0, BLOCK)
+    tile = tl.load(x + r[:, None].to(tl.int64) * stride + c[None, :]).to(tl.float32)
+    bits = tl.max(tl.max(magnitude(tile), 1), 0)
+    elements = (tile * inverse_scale(bits)).to(tl.float8e4nv)
+    tl.store(out + r[:, None].to(tl.int64) * columns + c[None, :], elements)
+    tl.store(turned + c[:, None].to(tl.int64) * rows + r[None, :], tl.trans(elements))
+    tl.store(out_scale + row_tile * (columns // BLOCK) + column_tile, scale(bits))
+    tl.store(turned_scale + column_tile * (rows // BLOCK) + row_tile, scale(bits))
+
+
+def cast_both(x: Tensor) -> Both:
+    """A matrix in 1 x 128 blocks along either axis: ``fp8_e4m3_1x128`` of it and of its transpose.
+
+    Args:
+        x: ``[rows, columns]``, columns a multiple of 128 and next to each other; any floating dtype.
+
+    Raises:
+        RequestError: another shape or layout.
+    """
+    require_matrix("cast_both", x)
+    rows, columns = x.shape
+    both = Both.empty(rows, columns, x.device)
+    if x.numel():
+        padded = both.along.elements.shape[0]
+        cast_both_kernel[(padded // SIDE * (columns // SIDE),)](x, x.stride(0), rows, columns, padded, *both.words(), num_warps=8)
+    return both
+
+
+def cast_weight(weight: Tensor) -> Both:
+    """A weight in 128 x 128 blocks, ``fp8_e4m3_128x128``: as it is and transposed, the same elements and scales.
+
+    Args:
+        weight: ``[outputs, inputs]``, both multiples of 128, inputs next to each other; any floating dtype.
+
+    Raises:
+        RequestError: another shape or layout.
+    """
+    require_matrix("cast_weight", weight)
+    rows, columns = weight.shape
+    if rows % SIDE:
+        raise RequestError("cast_weight", f"the weight has {rows} rows", f"Give a multiple of {SIDE}.")
+    sides = []
+    for high, wide in ((rows, columns), (columns, rows)):
+        elements = torch.empty(high, wide, dtype=torch.float8_e4m3fn, device=weight.device)
+        sides.append(Operand(elements, torch.empty(high // SIDE, wide // SIDE, device=weight.device), square=True))
+    both = Both(*sides)
+    if weight.numel():
+        pairs = (both.along.elements, both.along.scales, both.turned.elements, both.turned.scales)
+        cast_weight_kernel[(rows // SIDE, columns // SIDE)](weight, weight.stride(0), rows, columns, *pairs, num_warps=8)
+    return both
+
+
+def require_matrix(asked: str, x: Tensor) -> None:
+    """Floating, ``[rows, columns]`` with columns a multiple of 128, next to each other."""
+    if x.dim() != 2 or not x.is_floating_point():
+        raise RequestError(asked, f"the operand is {x.dtype} {list(x.shape)}", "Give a floating-point matrix.")
+    if x.shape[1] % SIDE or (x.shape[0] > 1 and x.stride(0) < x.shape[1]) or (x.numel() and x.stride(1) != 1):
+        so = f"the operand is {list(x.shape)} with strides {list(x.stride())}"
+        raise RequestError(asked, so, f"Give columns that are a multiple of {SIDE} and lie next to each other.")

@@ -1,0 +1,122 @@
+"""What every kernel that writes ``fp8_block`` shares: tiles, scales, elements.
+
+A tile is 128 x 128 and comes as four *quarters* ``[32, 128]``: quarter ``j`` holds the rows ``4 g + j``. A thread then owns the same element of four
+rows that follow each other, packs them into a 32-bit word, and the transposed copy goes through shared memory word by word. Elements of eight bits
+one by one would make that exchange slower than the memory.
+
+Scales are powers of two, the smallest with ``amax / scale <= 448``, and 2^-127 for a block of zeros; a NaN or an infinity makes its block NaN. That
+is ``gem_precision.formats`` to the bit.
+"""
+
+# Kernels are compiled from their source and carry no types.
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
+import os
+
+import triton
+import triton.language as tl
+
+BLOCK = tl.constexpr(128)
+QUARTER = tl.constexpr(32)
+INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+"""Triton's interpreter knows no assembly."""
+
+
+@triton.jit
+def magnitude(x):
+    """The bits of ``|x|``, float32: their order as integers is that of the values, and infinities and NaN stand above every number."""
+    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def _exponent(bits):
+    """127 + the exponent of the scale of a block whose largest magnitude has these bits: 0 to 248."""
+    # 448 is 1.75 * 2^8: a significand above 1.75 carries into the exponent
+    return tl.maximum(((bits + 0x1FFFFF) >> 23) - 8, 0)
+
+
+@triton.jit
+def scale(bits):
+    """The scale of a block, float32; NaN where the block holds a NaN or an infinity."""
+    power = tl.maximum(_exponent(bits) << 23, 0x400000)  # 2^-127 is subnormal
+    return tl.where(bits >= 0x7F800000, 0x7FC00000, power).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def inverse_scale(bits):
+    """1 / scale, exact."""
+    return tl.where(bits >= 0x7F800000, 0x7FC00000, (254 - _exponent(bits)) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _byte(x, SHIFT: tl.constexpr):
+    """``x`` in E4M3, its bits at their place in a word."""
+    return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True).to(tl.int32) << SHIFT
+
+
+@triton.jit
+def _word(x0, x1, x2, x3):
+    """Four float32 in E4M3 as one 32-bit word, ``x0`` lowest."""
+    if INTERPRETED:
+        return _byte(x0, 0) | _byte(x1, 8) | _byte(x2, 16) | _byte(x3, 24)
+    return tl.inline_asm_elementwise(
+        """{ .reg .b16 low, high;
+        cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;
+        cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;
+        mov.b32 $0, {low, high}; }""",
+        "=r,f,f,f,f",
+        [x0, x1, x2, x3],
+        dtype=tl.int32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
+def _store_turned(q0, q1, q2, q3, inverse, base, row, column, stride):
+    """A tile in E4M3, transposed: ``base[column + c, row + r]``.
+
+    Args:
+        q0, q1, q2, q3: its quarters.
+        inverse: what to multiply its columns with, ``[128]``.
+        base: a matrix of 32-bit words, four elements each, whose rows are ``stride`` words apart.
+        row: the tile's first row, a multiple of 128.
+        column: its first column, int64.
+    """
+    factor = inverse[None, :]
+    words = _word(q0 * factor, q1 * factor, q2 * factor, q3 * factor)
+    columns = column + tl.arange(0, BLOCK)
+    places = row // 4 + tl.arange(0, QUARTER)
+    tl.store(base + columns[:, None] * stride + places[None, :], tl.trans(words))
+
+
+@triton.jit
+def _store_quarter(quarter, out, out_scale, row, column, columns, padded):
+    """A quarter with scales along its rows: elements ``out [padded, columns]``, scales ``out_scale [columns / 128, padded]``."""
+    bits = tl.max(magnitude(quarter), 1)
+    rows = row + 4 * tl.arange(0, QUARTER)
+    elements = (quarter * inverse_scale(bits)[:, None]).to(tl.float8e4nv)
+    tl.store(out + rows[:, None] * columns + (column + tl.arange(0, BLOCK))[None, :], elements)
+    tl.store(out_scale + (column // BLOCK).to(tl.int64) * padded + rows, scale(bits))
+
+
+@triton.jit
+def store_both(q0, q1, q2, q3, row_tile, column_tile, columns, padded, out, out_scale, turned, turned_scale):
+    """A tile in 1 x 128 blocks along either axis.
+
+    Args:
+        q0, q1, q2, q3: its quarters, float32.
+        row_tile, column_tile: its place.
+        columns, padded: columns and rows of the matrix, multiples of 128.
+        out, out_scale: ``[padded, columns]`` E4M3 and ``[columns / 128, padded]`` float32.
+        turned, turned_scale: ``[columns, padded]`` E4M3 as ``[columns, padded / 4]`` words, and ``[padded / 128, columns]`` float32.
+    """
+    row = row_tile.to(tl.int64) * BLOCK
+    column = column_tile * BLOCK
+    _store_quarter(q0, out, out_scale, row, column, columns, padded)
+    _store_quarter(q1, out, out_scale, row + 1, column, columns, padded)
+    _store_quarter(q2, out, out_scale, row + 2, column, columns, padded)
+    _store_quarter(q3, out, out_scale, row + 3, column, columns, padded)
+    bits = tl.max(tl.maximum(tl.maximum(magnitude(q0), magnitude(q1)), tl.maximum(magnitude(q2), magnitude(q3))), 0)
+    _store_turned(q0, q1, q2, q3, inverse_scale(bits), turned, row, column.to(tl.int64), padded // 4)
+    tl.store(turned_scale + row_tile.to(tl.int64) * columns + column + tl.arange(0, BLOCK), scale(bits))

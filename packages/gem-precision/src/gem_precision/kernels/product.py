@@ -1,0 +1,134 @@
+"""Products of ``fp8_block`` operands on FP8 tensor cores of Hopper: ``left right^T``.
+
+Two ways with one meaning. The *library* is ``torch._scaled_mm``. Our *own* kernel takes what the library does not: shapes whose scales it would take
+for other kinds, and products with few tiles and a long contraction, such as the weight gradient of a narrow layer, which it splits along the
+contraction so that every multiprocessor works. Both promote partial sums to float32 every 128 elements, because the tensor cores of Hopper keep about
+14 bits while they sum FP8 (arXiv 2412.19437).
+"""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
+from typing import Literal
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from gem_core.spec import RequestError
+from gem_precision.kernels.cast import SIDE, Operand
+from gem_precision.kernels.language import BLOCK
+
+Way = Literal["library", "own"]
+WARPS, STAGES = 8, 4
+MULTIPROCESSORS = 132
+"""Of an H100 or H200. Fewer tiles than this leave some idle."""
+
+
+@triton.jit
+def _right_scale(scales, column, columns_here, block, columns, blocks, SQUARE: tl.constexpr):
+    """One number for a block of 128 x 128, else ``[128]``."""
+    return tl.load(scales + column // BLOCK * blocks + block) if SQUARE else tl.load(scales + block.to(tl.int64) * columns + columns_here)
+
+
+@triton.jit
+def product_kernel(left, right, left_scale, right_scale, out, rows, columns, blocks, share, SQUARE: tl.constexpr):
+    """A tile of 128 x 128 of one share of the contraction: ``out [shares, rows, columns]``.
+
+    Args:
+        left, right: descriptors of ``[rows, 128 * blocks]`` and ``[columns, 128 * blocks]`` E4M3, in boxes of 128 x 128.
+        left_scale: ``[blocks, rows]``.
+        right_scale: ``[columns / 128, blocks]`` if ``SQUARE``, else ``[blocks, columns]``.
+        share: blocks of 128 that a program contracts.
+    """
+    tiles = columns // BLOCK
+    tile = tl.program_id(0)
+    row, column = tile // tiles * BLOCK, tile % tiles * BLOCK
+    first = tl.program_id(1) * share
+    last = tl.minimum(first + share, blocks)
+    r, c = row + tl.arange(0, BLOCK), column + tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK, BLOCK], tl.float32)
+    # Scales are read one block ahead: a load right before its use would stall the tensor cores.
+    left_next = tl.load(left_scale + first.to(tl.int64) * rows + r)
+    right_next = _right_scale(right_scale, column, c, first, columns, blocks, SQUARE)
+    for block in range(first, last):
+        left_now, right_now = left_next, right_next
+        ahead = tl.minimum(block + 1, last - 1)
+        left_next = tl.load(left_scale + ahead.to(tl.int64) * rows + r)
+        right_next = _right_scale(right_scale, column, c, ahead, columns, blocks, SQUARE)
+        part = tl.dot(left.load([row, block * BLOCK]), right.load([column, block * BLOCK]).T)
+        if SQUARE:
+            total += part * (left_now * right_now)[:, None]
+        else:
+            total += part * left_now[:, None] * right_now[None, :]
+    place = tl.program_id(1).to(tl.int64) * rows + r
+    tl.store(out + place[:, None] * columns + c[None, :], total.to(out.dtype.element_ty))
+
+
+def product(left: Operand, right: Operand, dtype: torch.dtype = torch.bfloat16, way: Way | None = None) -> Tensor:
+    """``left right^T``.
+
+    Args:
+        left: ``[m, k]`` in blocks of 1 x 128.
+        right: ``[n, k]`` in blocks of either kind.
+        dtype: of the result, bfloat16 or float32.
+        way: ``library`` or ``own``; None for what ``choose`` says.
+
+    Returns:
+        ``[m, n]``; zeros where ``k`` is 0.
+
+    Raises:
+        RequestError: axes that do not fit, or a way that cannot compute this shape.
+    """
+    (m, k), n = left.elements.shape, right.elements.shape[0]
+    asked = f"product of [{m}, {k}] and {list(right.elements.shape)}"
+    if left.square or right.elements.shape[1] != k:
+        so = "the left one has 128 x 128 blocks" if left.square else "their last axes differ"
+        raise RequestError(asked, so, "Give [m, k] in 1 x 128 blocks and [n, k].")
+    reasons = library_reasons(m, n, k, right.square)
+    if way == "library" and reasons:
+        raise RequestError(f"{asked} by torch._scaled_mm", "; ".join(reasons), 'Leave the way out, or give way="own".')
+    if 0 in (m, n, k):
+        return torch.zeros(m, n, dtype=dtype, device=left.elements.device)
+    if (way or choose(m, n, k, right.square)) == "library":
+        out: Tensor = torch._scaled_mm(left.elements, right.elements.t(), left.scales, right.scales.t(), out_dtype=dtype)
+        return out
+    return _own(left, right, dtype)
+
+
+def library_reasons(m: int, n: int, k: int, square: bool) -> list[str]:
+    """Why ``torch._scaled_mm`` is not trusted with a shape, whose kind of scales it infers from their shape and strides; none if it is.
+
+    A single block along the contraction has the shape of one scale a row. Releases differ in the rows of scales of 128 x 128 blocks: some want
+    them to begin at multiples of 16 bytes; both agree where the number of blocks is a multiple of four.
+    """
+    if k <= SIDE:
+        return [f"{k} elements along the contraction are one block, whose scales look like scales of rows"]
+    if square and k % (4 * SIDE):
+        return [f"{k} elements along the contraction are no multiple of {4 * SIDE}"]
+    return []
+
+
+def choose(m: int, n: int, k: int, square: bool) -> Way:
+    """Who computes ``[m, k] [n, k]^T``: the library where it can and has a tile of 128 x 128 for each multiprocessor."""
+    tiles = (m // SIDE) * (n // SIDE)
+    return "own" if library_reasons(m, n, k, square) or (tiles < MULTIPROCESSORS and shares(m, n, k) > 1) else "library"
+
+
+def shares(m: int, n: int, k: int) -> int:
+    """Into how many parts our kernel splits the contraction: a program a multiprocessor, and at least 16 blocks a part."""
+    tiles = (m // SIDE) * (n // SIDE)
+    return max(1, min(MULTIPROCESSORS // tiles, k // SIDE // 16)) if tiles else 1
+
+
+def _own(left: Operand, right: Operand, dtype: torch.dtype) -> Tensor:
+    (m, k), n = left.elements.shape, right.elements.shape[0]
+    blocks, wanted = k // SIDE, shares(m, n, k)
+    share = -(-blocks // wanted)
+    parts = -(-blocks // share)  # none is empty
+    out = torch.empty(parts, m, n, dtype=dtype if parts == 1 else torch.float32, device=left.elements.device)
+    boxes = [TensorDescriptor.from_tensor(operand.elements, [SIDE, SIDE]) for operand in (left, right)]
+    grid = ((m // SIDE) * (n // SIDE), parts)
+    product_kernel[grid](*boxes, left.scales, right.scales, out, m, n, blocks, share, SQUARE=right.square, num_warps=WARPS, num_stages=STAGES)
+    return out[0] if parts == 1 else out.sum(0).to(dtype)

@@ -1,0 +1,143 @@
+"""Casts to ``fp8_block`` in Triton: scales, places, transposition and padding in the interpreter, rounding on a GPU."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gem_core.spec import RequestError
+from gem_precision.formats import find_format, quantize
+
+pytest.importorskip("triton")
+
+from gem_precision.kernels.cast import Operand, cast_both, cast_weight
+
+ROW, SQUARE = find_format("fp8_e4m3_1x128"), find_format("fp8_e4m3_128x128")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def padded(x):
+    full = torch.zeros(-(-x.shape[0] // 128) * 128, x.shape[1], device=x.device)
+    full[: x.shape[0]] = x
+    return full
+
+
+def same(got, wanted):
+    return got.shape == wanted.shape and bool(((got == wanted) | (got.isnan() & wanted.isnan())).all())
+
+
+def agrees(operand: Operand, x, form):
+    wanted = quantize(x, form)
+    elements = DEVICE == "cpu" or same(operand.elements.float(), wanted.elements)  # the interpreter knows no NaN in FP8; the scale does
+    return elements and same(operand.dequantize(), wanted.dequantize()) and same(operand.scales, wanted.scales)
+
+
+def check_both(x):
+    both = cast_both(x)
+    full = padded(x.float())
+    assert agrees(both.along, full, ROW)
+    assert agrees(both.turned, full.T.contiguous(), ROW)
+    return both
+
+
+@pytest.fixture
+def poisoned(monkeypatch):
+    """Fresh memory holds NaN, so that an element that nothing writes shows."""
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *sizes, **how: empty(*sizes, **how).fill_(float("nan")))
+
+
+@pytest.mark.parametrize("rows", [0, 1, 127, 128, 131])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_matrix_is_cast_along_both_axes_with_rows_of_zeros_behind_it(block_numbers, poisoned, rows, dtype):
+    x = block_numbers(max(rows, 1), 256, rows)[:rows].to(DEVICE)
+    if dtype == torch.float16:
+        x = x.clamp(-60000, 60000).sign() * 2.0 ** x.abs().log2().floor().clamp(-14, 15)
+    check_both(x.to(dtype))
+
+
+def test_blocks_of_zeros_of_tiny_numbers_and_of_none(block_numbers, poisoned):
+    x = block_numbers(256, 128).to(DEVICE)
+    x[3], x[:, 5], x[128:, 7] = 0, 0, 0
+    x[10] = 2.0**-125 * x[10].sign()  # its scale is 2^-127, which is subnormal
+    x[20, 30], x[200, 40], x[201, 41] = float("nan"), float("inf"), float("-inf")
+    both = check_both(x)
+    assert both.along.scales[3, 0] == both.along.scales[10, 0] == 2.0**-127
+    assert both.along.scales.isnan().sum() == 3
+    assert both.turned.scales.isnan().sum() == 3
+
+
+def test_scales_step_at_448_times_a_power_of_two():
+    x = torch.zeros(128, 128, device=DEVICE)
+    amax = torch.tensor([448.0, 448.00003, 447.99997, 224, 1.75, 1.7500001, 1, 3.4e38, 1e-40])
+    x[range(9), range(9)] = amax.to(DEVICE)
+    wanted = torch.tensor([1, 2, 1, 0.5, 2.0**-8, 2.0**-7, 2.0**-8, 2.0**120, 2.0**-127])
+    both = cast_both(x)
+    assert torch.equal(both.along.scales[:9, 0].cpu(), wanted)
+    assert torch.equal(both.turned.scales[:9, 0].cpu(), wanted)
+
+
+def test_strided_rows_and_one_row_of_any_stride(block_numbers):
+    wide = block_numbers(130, 512, 3).to(DEVICE)
+    for view in (wide[:, 128:384], wide[::2, :128]):
+        assert same(cast_both(view).turned.dequantize(), cast_both(view.contiguous()).turned.dequantize())
+    check_both(wide[:1, :128].as_strided((1, 128), (1, 1)))
+
+
+@settings(max_examples=6, deadline=None)
+@given(rows=st.integers(1, 260), tiles=st.integers(1, 2), seed=st.integers(0, 99))
+def test_any_height(block_numbers, rows, tiles, seed):
+    check_both(block_numbers(rows, 128 * tiles, seed).to(DEVICE))
+
+
+def test_layouts_are_those_that_products_read(block_numbers):
+    both = cast_both(block_numbers(130, 384).to(DEVICE))
+    assert both.along.elements.is_contiguous()
+    assert both.turned.elements.is_contiguous()
+    assert both.along.scales.stride() == (1, 256)
+    assert both.turned.scales.stride() == (1, 384)
+    weight = cast_weight(block_numbers(256, 384).to(DEVICE))
+    assert weight.along.scales.is_contiguous()
+    assert weight.turned.scales.is_contiguous()
+
+
+def test_a_weight_has_the_same_elements_in_both_orientations(block_numbers, poisoned):
+    w = block_numbers(256, 384).to(DEVICE)
+    w[130, 7], w[:128, :128] = float("nan"), 0
+    both = cast_weight(w)
+    assert agrees(both.along, w, SQUARE)
+    assert same(both.turned.elements.float(), both.along.elements.T.float())
+    assert same(both.turned.scales, both.along.scales.T)
+    assert both.turned.square
+    assert cast_weight(w[:0]).turned.elements.shape == (384, 0)
+
+
+def test_what_an_operand_stands_for(block_numbers):
+    x = block_numbers(128, 256).to(DEVICE)
+    for operand in (cast_both(x).along, cast_weight(x).along):
+        assert torch.equal(operand.dequantize(), x)
+
+
+@pytest.mark.parametrize("cast", [cast_both, cast_weight])
+def test_operands_that_do_not_fit_are_refused(cast):
+    x = torch.ones(256, 256)
+    for bad, why in ((x[:, :100], "multiple of 128"), (x.T[:, :128].T[:128].T, "next to each other"), (x[0], "matrix"), (x.long(), "floating")):
+        with pytest.raises(RequestError, match=why):
+            cast(bad)
+    with pytest.raises(RequestError, match="100 rows"):
+        cast_weight(x[:100])
+    with pytest.raises(RequestError, match="next to each other"):
+        cast(x[:1].expand(128, 256))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_elements_round_as_the_formats_do(dtype):
+    torch.manual_seed(0)
+    x = torch.randn(1000, 512, device="cuda") * torch.logspace(-30, 30, 1000, device="cuda")[:, None]
+    x[5], x[9, 100], x[40, 300] = 0, float("nan"), float("inf")
+    check_both(x.to(dtype))
+    steps = torch.arange(-4480, 4480, device="cuda").repeat(4)[: 256 * 128].reshape(256, 128) / 160  # ties and subnormals
+    check_both(steps.to(dtype))
+    assert agrees(cast_weight(x[:896].to(dtype).float()).along, x[:896].to(dtype).float(), SQUARE)

@@ -1,0 +1,117 @@
+"""Products of ``fp8_block`` operands, against float64 products of what the operands stand for."""
+
+import pytest
+import torch
+
+from gem_core.spec import RequestError
+
+pytest.importorskip("triton")
+
+from gem_precision.kernels import product as module
+from gem_precision.kernels.cast import cast_both, cast_weight
+from gem_precision.kernels.product import choose, library_reasons, product, shares
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+BF16 = 2**-8 if DEVICE == "cuda" else 2**-7  # the interpreter cuts off where hardware rounds
+
+
+def reference(left, right):
+    return left.dequantize().double() @ right.dequantize().double().T
+
+
+def close(got, wanted, error):
+    """Against the sum of magnitudes would be laxer; an output is a few hundred terms of either sign here."""
+    return got.shape == wanted.shape and bool(((got.double() - wanted).abs() <= error * wanted.abs().amax()).all())
+
+
+@pytest.mark.parametrize("rows", [1, 128, 200])
+@pytest.mark.parametrize(("inputs", "outputs"), [(128, 128), (384, 256)])
+def test_case_G11_activations_times_weights(block_numbers, rows, inputs, outputs):
+    left, right = cast_both(block_numbers(rows, inputs, 1).to(DEVICE)).along, cast_weight(block_numbers(outputs, inputs, 2).to(DEVICE)).along
+    wanted = reference(left, right)
+    assert close(product(left, right, torch.float32, "own"), wanted, 2e-6)
+    assert close(product(left, right, torch.bfloat16, "own"), wanted, BF16)
+
+
+@pytest.mark.parametrize("blocks", [1, 5])
+def test_case_G11_gradients_times_activations(block_numbers, blocks):
+    left, right = cast_both(block_numbers(128 * blocks, 256, 3).to(DEVICE)).turned, cast_both(block_numbers(128 * blocks, 128, 4).to(DEVICE)).turned
+    assert close(product(left, right, torch.float32, "own"), reference(left, right), 2e-6)
+
+
+@pytest.mark.parametrize("parts", [2, 3, 4, 9])
+def test_a_split_contraction_has_every_block_once(block_numbers, monkeypatch, parts):
+    """Five blocks: parts of 3 and 2, of 2, 2 and 1, and never an empty one."""
+    monkeypatch.setattr(module, "shares", lambda m, n, k: parts)
+    left, right = cast_both(block_numbers(640, 128, 5).to(DEVICE)).turned, cast_both(block_numbers(640, 128, 6).to(DEVICE)).turned
+    assert close(product(left, right, torch.float32, "own"), reference(left, right), 2e-6)
+
+
+def test_the_comparison_sees_a_scale_in_the_wrong_place(block_numbers):
+    left, right = cast_both(block_numbers(128, 256, 1).to(DEVICE)).along, cast_weight(block_numbers(256, 256, 2).to(DEVICE)).along
+    wrong = type(right)(right.elements, right.scales.T.contiguous(), square=True)
+    assert not close(product(left, wrong, torch.float32, "own"), reference(left, right), 2e-6)
+
+
+def test_nothing_to_contract_gives_zeros_and_nothing_to_compute_an_empty_matrix():
+    none, some = cast_both(torch.zeros(0, 256, device=DEVICE)), cast_both(torch.zeros(0, 128, device=DEVICE))
+    assert torch.equal(product(none.turned, some.turned, torch.float32), torch.zeros(256, 128, device=DEVICE))
+    assert product(none.along, cast_weight(torch.ones(128, 256, device=DEVICE)).along).shape == (0, 128)
+
+
+def test_a_block_with_a_nan_or_an_infinity_shows(block_numbers):
+    x = block_numbers(128, 256).to(DEVICE)
+    x[3, 200], x[70, 1] = float("nan"), float("inf")
+    out = product(cast_both(x).along, cast_weight(torch.ones(128, 256, device=DEVICE)).along, way="own")
+    assert out.isnan().all(1).nonzero().flatten().tolist() == [3, 70]
+    assert out.isnan().any(1).sum() == 2
+
+
+def test_operands_that_do_not_fit_are_refused():
+    rows, square = cast_both(torch.ones(128, 256, device=DEVICE)).along, cast_weight(torch.ones(128, 128, device=DEVICE)).along
+    with pytest.raises(RequestError, match="last axes differ"):
+        product(rows, square)
+    with pytest.raises(RequestError, match="left one has 128 x 128"):
+        product(square, square)
+    with pytest.raises(RequestError, match="no multiple of 512"):
+        product(rows, cast_weight(torch.ones(128, 256, device=DEVICE)).along, way="library")
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "k", "square", "why"),
+    [
+        (128, 128, 128, True, "one block"),
+        (4096, 4096, 128, False, "one block"),
+        (4096, 4096, 384, True, "no multiple of 512"),
+        (4096, 4096, 384, False, None),
+        (128, 128, 512, True, None),
+    ],
+)
+def test_shapes_whose_scales_the_library_could_take_for_others_are_not_given_to_it(m, n, k, square, why):
+    reasons = library_reasons(m, n, k, square)
+    assert not reasons if why is None else why in reasons[0]
+    if why:
+        assert choose(m, n, k, square) == "own"
+
+
+def test_few_tiles_and_a_long_contraction_are_split():
+    assert choose(1 << 19, 4096, 1024, True) == choose(4096, 1024, 1 << 19, False) == "library"
+    assert choose(512, 512, 1 << 20, False) == "own"
+    assert shares(512, 512, 1 << 20) == 8  # 16 tiles
+    assert shares(512, 512, 128 * 40) == 2  # at least 16 blocks a part
+    assert shares(512, 512, 128) == shares(4096, 4096, 1 << 20) == shares(0, 512, 512) == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
+@pytest.mark.parametrize("way", ["own", "library"])
+@pytest.mark.parametrize(("m", "n", "k"), [(128, 128, 512), (1280, 512, 1024), (4096, 1024, 512), (512, 640, 12800)])
+def test_both_ways_compute_the_same(way, m, n, k):
+    torch.manual_seed(0)
+    spread = torch.logspace(-3, 3, k // 128, device="cuda").repeat_interleave(128)
+    x, w = torch.randn(m, k, device="cuda") * spread, torch.randn(n, k, device="cuda") / spread
+    for left, right in ((cast_both(x).along, cast_weight(w).along), (cast_both(x.T.contiguous()).turned, cast_both(w.T.contiguous()).turned)):
+        if not library_reasons(m, n, k, right.square):
+            # a tensor core keeps about 14 bits while it sums 128 terms
+            assert close(product(left, right, torch.float32, way), reference(left, right), 2**-12)
+            assert close(product(left, right, torch.bfloat16, way), reference(left, right), BF16)

@@ -1,0 +1,159 @@
+"""Native linear layers against the emulation; where they fit; that they are used only where they are named."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from gem_core.spec import KernelUnavailable
+from gem_precision.backends import Device, LinearShape, backends_of, find_backend, require
+from gem_precision.formats import find_format
+from gem_precision.linear import lower
+from gem_precision.native import native_linear, why_not
+from gem_precision.presets import PRESETS
+
+HOPPER = Device(type="cuda", name="any", arch=90)
+RULE = PRESETS["fp8_block"].rule()
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+BF16 = 2**-8 if DEVICE == "cuda" else 2**-7  # the interpreter cuts off where hardware rounds
+
+
+def test_where_it_cannot_run_it_says_every_reason(monkeypatch):
+    pytest.importorskip("triton")
+    assert why_not(HOPPER, LinearShape(inputs=512, outputs=128)) == []
+    reasons = why_not(Device.here("cpu"), LinearShape(inputs=100, outputs=0))
+    assert ["this is cpu" in reasons[0], *(reason[:12] for reason in reasons[1:])] == [True, "100 inputs a", "0 outputs ar"]
+    assert "this is sm100" in why_not(Device(type="cuda", name="any", arch=100), LinearShape(inputs=128, outputs=128))[0]
+    monkeypatch.setattr("gem_precision.native.find_spec", lambda name: None)
+    assert "triton is not installed" in why_not(HOPPER, LinearShape(inputs=128, outputs=128))[0]
+
+
+def test_it_is_found_by_name_and_not_chosen_before_it_is_measured():
+    backend = find_backend("fp8_block_native", "fp8_block")
+    assert not backend.measured
+    assert not backend.emulated
+    assert [b.name for b in backends_of("fp8_block") if b.measured] == ["fp8_block_emulated"]
+    with pytest.raises(KernelUnavailable, match="multiple of 128"):
+        require(backend, HOPPER, LinearShape(inputs=64, outputs=128))
+    assert backend.resolve() is native_linear
+
+
+def test_the_layer_is_declared_without_triton():
+    code = "import sys, gem_precision.native; sys.exit('triton.language' in sys.modules or 'gem_precision.kernels.cast' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("change", [{"stochastic": True}, {"hadamard": 1}, {"weight_grad": False}, {"grads": find_format("fp8_e5m2_1x128")}])
+def test_other_rules_are_refused_before_any_work(change):
+    layer = nn.Linear(128, 128)
+    lower(layer, type(RULE)(**{"inputs": RULE.inputs, "weights": RULE.weights, "grads": RULE.grads, **change}), native_linear)
+    with pytest.raises(KernelUnavailable, match="fp8_block_emulated"):
+        layer(torch.ones(2, 128))
+
+
+@pytest.fixture
+def own(monkeypatch):
+    """On a CPU the interpreter computes products too."""
+    pytest.importorskip("triton")
+    if DEVICE == "cpu":
+        monkeypatch.setattr("gem_precision.kernels.product.choose", lambda m, n, k, square: "own")
+
+
+def pair(block_numbers, inputs, outputs):
+    native, emulated = (nn.Linear(inputs, outputs, device=DEVICE) for _ in range(2))
+    with torch.no_grad():
+        native.weight.copy_(block_numbers(outputs, inputs, 7))
+    emulated.load_state_dict(native.state_dict())
+    lower(native, RULE, native_linear)
+    lower(emulated, RULE)
+    return native, emulated
+
+
+@pytest.mark.parametrize("rows", [0, 1, 131])
+@pytest.mark.parametrize("widths", [(128, 128), (256, 384)])
+def test_case_G11_native_layers_are_the_emulated_ones(block_numbers, own, rows, widths):
+    layers = pair(block_numbers, *widths)
+    results = []
+    for layer in layers:
+        x = block_numbers(rows, widths[0], 8).to(DEVICE).requires_grad_()
+        out = layer(x)
+        out.backward(block_numbers(rows, widths[1], 9).to(DEVICE))
+        results.append((out, x.grad, layer.weight.grad, layer.bias.grad))
+    for name, got, wanted in zip(("out", "x", "weight", "bias"), *results, strict=True):
+        error = BF16 if name in ("out", "x") else 2e-6
+        assert got.dtype == wanted.dtype == torch.float32
+        assert got.shape == wanted.shape
+        assert not wanted.numel() or (got - wanted).abs().max() <= error * wanted.abs().max(), name
+
+
+def test_case_G05_no_gradient_of_the_input_more_axes_and_bfloat16_under_autocast(block_numbers, own):
+    native, _ = pair(block_numbers, 128, 128)
+    x = block_numbers(6, 128, 1).to(DEVICE).reshape(2, 3, 128)
+    with torch.autocast(DEVICE, dtype=torch.bfloat16):
+        out = native(x)
+    assert (out.shape, out.dtype) == ((2, 3, 128), torch.bfloat16)
+    out.sum().backward()
+    assert native.weight.grad.isfinite().all()
+    assert native.weight.grad.dtype == torch.float32
+
+
+def test_what_is_kept_for_backward_is_half_of_the_activations(block_numbers, own):
+    native, _ = pair(block_numbers, 256, 128)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        native(block_numbers(128, 256, 1).to(DEVICE))
+    assert sum(t.numel() * t.element_size() for t in kept if t is not native.weight) == 128 * 256 + 4 * 256
+
+
+def test_the_weight_is_cast_once_for_each_value_of_it(block_numbers, own, monkeypatch):
+    from gem_precision.kernels import cast
+
+    made = []
+    original = cast.cast_weight
+    monkeypatch.setattr(cast, "cast_weight", lambda w: made.append(1) or original(w))
+    native, _ = pair(block_numbers, 128, 128)
+    nn.init.zeros_(native.bias)
+    x = block_numbers(128, 128, 1).to(DEVICE)
+    for _ in range(2):
+        first = native(x)
+        first.sum().backward()
+    assert len(made) == 1
+    with torch.no_grad():
+        native.weight.mul_(2)
+    assert torch.equal(native(x), 2 * first)
+    assert len(made) == 2
+
+
+def test_who_watches_sees_the_operands_that_the_emulation_shows(block_numbers, own):
+    seen = []
+    for layer in pair(block_numbers, 128, 128):
+        told = {}
+        vars(layer)["forward"].watch = lambda role, x, low, told=told: told.update({role: low.dequantize()})
+        layer(block_numbers(5, 128, 1).to(DEVICE).requires_grad_()).backward(block_numbers(5, 128, 2).to(DEVICE))
+        seen.append(told)
+    assert set(seen[0]) == set(seen[1]) == {"inputs", "weights", "grads"}
+    assert all(torch.equal(seen[0][role], seen[1][role]) for role in seen[0])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
+@pytest.mark.parametrize("rows", [1, 1000])
+@pytest.mark.parametrize("widths", [(128, 128), (512, 256), (384, 640), (1024, 4096)])
+def test_native_layers_are_the_emulated_ones_at_any_value(rows, widths):
+    torch.manual_seed(0)
+    native, emulated = (nn.Linear(*widths, device="cuda") for _ in range(2))
+    emulated.load_state_dict(native.state_dict())
+    lower(native, RULE, native_linear)
+    lower(emulated, RULE)
+    base = torch.randn(rows, widths[0], device="cuda") * torch.logspace(-3, 3, widths[0] // 128, device="cuda").repeat_interleave(128)
+    grad = torch.randn(rows, widths[1], device="cuda")
+    results = []
+    for layer in (native, emulated):
+        x = base.clone().requires_grad_()
+        out = layer(x)
+        out.backward(grad)
+        results.append((out, x.grad, layer.weight.grad, layer.bias.grad))
+    for got, wanted in zip(*results, strict=True):
+        assert (got - wanted).abs().max() <= BF16 * wanted.abs().max()
