@@ -2,12 +2,14 @@
 
     python3 packages/gem-kernels/benchmarks/host_time.py [--op gdpa] [--csv FILE]
 
-``op`` is a call of the public function, which checks it and looks its kernel up; ``bound`` one of the function that a model's kernel slot holds. The
-device works meanwhile and is waited for between batches of calls, outside the clock. Medians over the batches.
+``op`` is a call of the public function, which checks it and looks its kernel up; ``bound`` one of the function that a model's kernel slot holds. Each
+is timed with launches through Triton and, where its release is known, with direct ones (``GEM_DIRECT_LAUNCH=1``). The device works meanwhile and is
+waited for between batches of calls, outside the clock. Medians over the batches.
 """
 
 import argparse
 import csv
+import os
 import statistics
 import sys
 import time
@@ -23,9 +25,11 @@ from gem_kernels.bench.cli import machine
 from gem_kernels.bench.measure import flat
 from gem_kernels.bench.shapes import SHAPES, SHAPES_OF, VARIANTS_OF
 from gem_kernels.bench.workloads import Workload, build
+from gem_kernels.common import launcher
+from gem_kernels.common.direct_launch import SWITCH, why_through_triton
 from gem_kernels.plugin import gem_kernel_impls
 
-FIELDS = ("date", "gpu", "torch", "triton", "op", "backend", "variant", "path", "mode", "us")
+FIELDS = ("date", "gpu", "torch", "triton", "op", "backend", "variant", "launch", "path", "mode", "us")
 LENGTHS = (64, 30)
 OURS = ("triton", "gluon")
 BATCHES, CALLS = 15, 20
@@ -43,13 +47,26 @@ def microseconds(call: Callable[[], Any]) -> float:
     return round(statistics.median(times[2:]), 1)
 
 
+def launches() -> Iterator[str]:
+    """Each way of launching in turn, switched on while it is timed."""
+    for name, switch in (("triton", "0"), ("direct", "1")):
+        os.environ[SWITCH] = switch
+        launcher.forget()
+        if name == "triton" or why_through_triton() is None:
+            yield name
+        else:
+            print(f"no direct launches: {why_through_triton()}", flush=True)
+
+
 def timed(work: Workload, backend: str, function: Callable[..., Any]) -> Iterator[dict[str, Any]]:
     public = getattr(gem_core.ops, work.op)
-    yield {"path": "op", "mode": "fwd", "us": microseconds(lambda: work.call(lambda *a, **o: public(*a, **o, backend=backend)))}
-    yield {"path": "bound", "mode": "fwd", "us": microseconds(lambda: work.call(function))}
-    outputs = [out for out in flat(work.call(function)) if out.requires_grad]
-    upstream, leaves = [torch.ones_like(out) for out in outputs], work.leaves()
-    yield {"path": "bound", "mode": "bwd", "us": microseconds(lambda: torch.autograd.grad(outputs, leaves, upstream, retain_graph=True))}
+    for launch in launches():
+        yield {"launch": launch, "path": "op", "mode": "fwd", "us": microseconds(lambda: work.call(lambda *a, **o: public(*a, **o, backend=backend)))}
+        yield {"launch": launch, "path": "bound", "mode": "fwd", "us": microseconds(lambda: work.call(function))}
+        outputs = [out for out in flat(work.call(function)) if out.requires_grad]
+        upstream, leaves = [torch.ones_like(out) for out in outputs], work.leaves()
+        back = microseconds(lambda: torch.autograd.grad(outputs, leaves, upstream, retain_graph=True))  # noqa: B023
+        yield {"launch": launch, "path": "bound", "mode": "bwd", "us": back}
 
 
 def rows(ops: list[str]) -> Iterator[dict[str, Any]]:

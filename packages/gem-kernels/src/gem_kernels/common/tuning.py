@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from gem_core.spec import KernelRequest, RequestError
+from gem_kernels.common.direct_launch import stated
 
 Config = TypeVar("Config")
 Entry = dict[str, Any]
@@ -133,9 +134,10 @@ def entry_of(config: Any, ratio: float, shapes: list[str]) -> Entry:
 
 
 def where(request: KernelRequest, gpu: str) -> str:
-    """Where the launch configurations of a kernel come from, for tables."""
+    """Where the launch configurations of a kernel come from, for tables; and how it is launched, if that is asked for."""
     try:
         entries = read(request.op, gpu)
     except RequestError as error:
         return f"none: {error}"
-    return f"{len(entries)} tuned in {path(request.op, gpu)}, else the package's" if entries else "the package's, measured on an H200"
+    of = f"{len(entries)} tuned in {path(request.op, gpu)}, else the package's" if entries else "the package's, measured on an H200"
+    return of + stated()

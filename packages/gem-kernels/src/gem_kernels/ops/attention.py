@@ -1,13 +1,12 @@
 """What the calls of ``jagged_attention`` and ``gdpa`` share: their rows and heads, tile lists, and the launch of a Triton kernel over one."""
 
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from gem_core.ops.dispatch import cuda_arch
+from gem_kernels.common import launcher
 from gem_kernels.common.schedule import Layout, Tiles, programs, tiles
 from gem_kernels.common.tuning import tuned
 from gem_kernels.ops.gdpa.configs import INTERPRETER, Config, Key, config_key
@@ -105,12 +104,11 @@ class AttentionCall:
         """Launch a portable kernel. The grid has one axis; programs stride over what it cannot hold."""
         dim, v_dim = self.q.shape[-1], self.v.shape[-1]
         config = INTERPRETER if interpreted() else config
-        here = self.q.device.type == "cpu" or self.q.device.index == torch.cuda.current_device()
-        with nullcontext() if here else torch.cuda.device(self.q.device):
-            kernel[(max(min(grid, MAX_GRID), 1),)](
-                q=self.q, k=self.k, v=self.v, heads=self.heads, scale=self.scale, window=self.window or 0,
-                q_token=self.q.stride(0), q_head=self.q.stride(1), k_token=self.k.stride(0), k_head=self.k.stride(1),
-                v_token=self.v.stride(0), v_head=self.v.stride(1), GROUP=self.heads // self.kv_heads, DIM=dim, V_DIM=v_dim,
-                BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_D=block_width(dim), BLOCK_V=block_width(v_dim),
-                WINDOW=self.window is not None, PRECISION=precision(self.q), num_warps=config.warps, num_stages=config.stages, **arguments,
-            )  # fmt: skip
+        given = {
+            "q": self.q, "k": self.k, "v": self.v, "heads": self.heads, "scale": self.scale, "window": self.window or 0,
+            "q_token": self.q.stride(0), "q_head": self.q.stride(1), "k_token": self.k.stride(0), "k_head": self.k.stride(1),
+            "v_token": self.v.stride(0), "v_head": self.v.stride(1), "GROUP": self.heads // self.kv_heads, "DIM": dim, "V_DIM": v_dim,
+            "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_D": block_width(dim), "BLOCK_V": block_width(v_dim),
+            "WINDOW": self.window is not None, "PRECISION": precision(self.q), "num_warps": config.warps, "num_stages": config.stages,
+        }  # fmt: skip
+        launcher.launch(kernel, max(min(grid, MAX_GRID), 1), self.q.device, {**given, **arguments})

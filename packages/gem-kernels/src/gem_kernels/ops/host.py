@@ -1,7 +1,7 @@
 """What the launchers of the portable Triton kernels share: limits, checks inside custom ops, layouts, launches. No triton until a kernel runs."""
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import cache
 from importlib import import_module
 from typing import Any
@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from gem_core.ops.dispatch import cuda_arch
 from gem_core.spec import KernelUnavailable, MachineError
+from gem_kernels.common import launcher
 from gem_kernels.common.schedule import programs as programs_on
 from gem_kernels.ops.limits import NO_BF16
 
@@ -104,8 +105,7 @@ def launch(kernel: Any, like: Tensor, tiles: int, *, programs: int = MAX_GRID, *
     """Launch at most ``programs`` on the device of ``like``, fewer where SMs are reserved; the grid has one axis, and programs stride over what it
     cannot hold."""
     programs = min(programs_on(tiles, RESIDENT, like.device), programs, MAX_GRID)
-    with nullcontext() if like.device.type == "cpu" else torch.cuda.device(like.device):
-        kernel[(min(tiles, programs),)](tiles=tiles, **arguments)
+    launcher.launch(kernel, min(tiles, programs), like.device, {"tiles": tiles, **arguments})
 
 
 def no_autocast(like: Tensor) -> AbstractContextManager[None]:

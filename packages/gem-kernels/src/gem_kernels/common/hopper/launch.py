@@ -1,7 +1,6 @@
 """Launches of the Hopper kernels for an ``AttentionCall``. Importing this module needs triton."""
 
 import math
-from contextlib import nullcontext
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -9,6 +8,7 @@ import torch
 from torch import Tensor
 
 from gem_core.spec import RequestError
+from gem_kernels.common import launcher
 from gem_kernels.common.hopper.forward import forward_kernel
 from gem_kernels.common.hopper.gluon import TensorDescriptor, gl
 from gem_kernels.common.hopper.key_grad import key_grad_kernel
@@ -123,10 +123,10 @@ def _over_tiles(
     if found.bound * heads > MAX_ITEMS:
         raise RequestError(f"{call.op} of {found.bound} tiles and {heads} heads", f"the kernel counts to {MAX_ITEMS}", "Split the batch.")
     grid = programs(found.bound * heads, 1, q.device, persistent=True)
-    with nullcontext() if q.device.index == torch.cuda.current_device() else torch.cuda.device(q.device):
-        kernel[(grid,)](
-            records=found.records, count=found.count, heads=call.heads, out_tokens=call.out_tokens, window=call.window or 0,
-            q_head=q.stride(1), k_head=k.stride(1), v_head=v.stride(1), GROUP=call.heads // call.kv_heads, D=q.shape[-1], V=v.shape[-1],
-            BLOCK_M=queries, BLOCK_N=keys, STAGES=stages, ACTIVATION=call.activation, SCALE_AFTER=call.scale_after, CAUSAL=call.causal,
-            WINDOW=call.window is not None, num_warps=4, **arguments,
-        )  # fmt: skip
+    given = {
+        "records": found.records, "count": found.count, "heads": call.heads, "out_tokens": call.out_tokens, "window": call.window or 0,
+        "q_head": q.stride(1), "k_head": k.stride(1), "v_head": v.stride(1), "GROUP": call.heads // call.kv_heads, "D": q.shape[-1],
+        "V": v.shape[-1], "BLOCK_M": queries, "BLOCK_N": keys, "STAGES": stages, "ACTIVATION": call.activation, "SCALE_AFTER": call.scale_after,
+        "CAUSAL": call.causal, "WINDOW": call.window is not None, "num_warps": 4,
+    }  # fmt: skip
+    launcher.launch(kernel, grid, q.device, {**given, **arguments})

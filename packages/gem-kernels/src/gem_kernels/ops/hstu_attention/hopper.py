@@ -1,12 +1,11 @@
 """Launches of the Hopper kernels of HSTU: rows without prefix, targets and bias. Importing this module needs triton."""
 
-from contextlib import nullcontext
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from gem_core.spec import RequestError
+from gem_kernels.common import launcher
 from gem_kernels.common.hopper.launch import MAX_ITEMS, _aligned, _ragged
 from gem_kernels.common.schedule import Layout, programs, tiles
 from gem_kernels.ops.gdpa.call import kernel_activation
@@ -57,9 +56,9 @@ def _over_tiles(kernel: Any, inputs: Any, read: tuple[Tensor, Tensor, Tensor], *
     if found.bound * heads > MAX_ITEMS:
         raise RequestError(f"hstu_attention of {found.bound} tiles and {heads} heads", f"the kernel counts to {MAX_ITEMS}", "Split the batch.")
     grid = programs(found.bound * heads, 1, q.device, persistent=True)
-    with nullcontext() if q.device.index == torch.cuda.current_device() else torch.cuda.device(q.device):
-        kernel[(grid,)](
-            records=found.records, count=found.count, heads=heads, scale=inputs.scale, window=inputs.window or 0, q_head=q.stride(1),
-            k_head=k.stride(1), v_head=v.stride(1), D=q.shape[-1], V=v.shape[-1], ACTIVATION=kernel_activation("silu", q.dtype),
-            CAUSAL=inputs.causal, WINDOW=inputs.window is not None, num_warps=4, **arguments,
-        )  # fmt: skip
+    given = {
+        "records": found.records, "count": found.count, "heads": heads, "scale": inputs.scale, "window": inputs.window or 0,
+        "q_head": q.stride(1), "k_head": k.stride(1), "v_head": v.stride(1), "D": q.shape[-1], "V": v.shape[-1],
+        "ACTIVATION": kernel_activation("silu", q.dtype), "CAUSAL": inputs.causal, "WINDOW": inputs.window is not None, "num_warps": 4,
+    }  # fmt: skip
+    launcher.launch(kernel, grid, q.device, {**given, **arguments})

@@ -1,0 +1,93 @@
+"""Direct launches are those of Triton: compared argument by argument on a stand-in for the driver, in a program without the interpreter."""
+
+import os
+import re
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from gem_core.spec import KernelRequest, RequestError
+from gem_kernels.common import direct_launch, tuning
+
+pytest.importorskip("triton")
+
+HERE = Path(__file__).parent
+CHECKS = re.findall(r"^def (check_\w+)", (HERE / "gem_kernels_launches.py").read_text(), flags=re.MULTILINE)
+
+
+@pytest.fixture(scope="module")
+def program():
+    environment = {name: value for name, value in os.environ.items() if name not in ("TRITON_INTERPRET", "GEM_CHECK", direct_launch.SWITCH)}
+    done = subprocess.run([sys.executable, "-m", "gem_kernels_launches"], cwd=HERE, capture_output=True, text=True, timeout=300, env=environment)
+    return dict(line.split() for line in done.stdout.splitlines()), done.stderr
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_direct_launches_are_those_of_triton(program, check):
+    found, errors = program
+    assert found.get(check) == "ok", errors[-3000:]
+
+
+def test_there_are_checks():
+    assert len(CHECKS) == 8
+
+
+@pytest.fixture
+def switch(monkeypatch):
+    """Sets the switch and the release of triton."""
+
+    def to(value, release="3.7.1"):
+        monkeypatch.setenv(direct_launch.SWITCH, value)
+        monkeypatch.setattr(direct_launch, "version", lambda name: release)
+        direct_launch.why_through_triton.cache_clear()
+
+    yield to
+    direct_launch.why_through_triton.cache_clear()
+
+
+def test_launches_go_through_triton_unless_direct_ones_are_asked_for(monkeypatch, switch):
+    monkeypatch.delenv(direct_launch.SWITCH, raising=False)
+    direct_launch.why_through_triton.cache_clear()
+    assert direct_launch.why_through_triton() == "GEM_DIRECT_LAUNCH is not set"
+    assert direct_launch.stated() == ""
+    switch("0")
+    assert direct_launch.why_through_triton() == "GEM_DIRECT_LAUNCH is not set"
+
+
+@pytest.mark.parametrize(("release", "why"), [("3.6.0", None), ("3.7.1", None), ("3.8.0", "triton is 3.8.0"), ("3.60.0", "triton is 3.60.0")])
+def test_an_unknown_triton_launches_itself_and_tables_say_so(switch, release, why):
+    switch("1", release)
+    found = direct_launch.why_through_triton()
+    assert found is None if why is None else found.startswith(why)
+    stated = tuning.where(KernelRequest(op="gdpa", device="cuda", dtype="bf16"), "a GPU")
+    assert stated.endswith("; launched directly" if why is None else "direct launches are known for 3.6 and 3.7")
+
+
+def test_without_triton_nothing_is_launched_directly(switch, monkeypatch):
+    def missing(name):
+        raise metadata.PackageNotFoundError(name)
+
+    switch("1")
+    monkeypatch.setattr(direct_launch, "version", missing)
+    assert direct_launch.why_through_triton() == "triton is not installed"
+
+
+def test_another_word_is_refused(switch):
+    switch("yes")
+    with pytest.raises(RequestError, match="GEM_DIRECT_LAUNCH=yes"):
+        direct_launch.why_through_triton()
+    assert "GEM_DIRECT_LAUNCH=yes" in direct_launch.stated()
+
+
+def test_the_interpreter_never_launches_directly(switch):
+    """What ``triton.jit`` makes under the interpreter has no compiled kernels."""
+    from gem_kernels_portable import compare, draw
+
+    from gem_kernels.ops import host
+
+    switch("1")
+    assert host.interpreted()
+    compare(draw("gated_residual"))
