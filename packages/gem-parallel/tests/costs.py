@@ -21,7 +21,7 @@ def machine(world: int, *sizes: int, memory: int | None = None, oversubscription
         Tier(name=f"tier{k}", size=size, bandwidth=1e9 / 10**k, latency=1e-6 * 10**k, oversubscription=oversubscription if k else 1.0)
         for k, size in enumerate(sizes or (1 << 20,))
     )
-    return Topology(world=world, device="cpu", tiers=tiers, memory=memory, memory_bandwidth=1e10, peak_flops={"fp32": 1e11})
+    return Topology(world=world, device="cuda", tiers=tiers, memory=memory, memory_bandwidth=1e10, peak_flops={"fp32": 1e11})
 
 
 def model(

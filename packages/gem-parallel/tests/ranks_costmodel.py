@@ -20,6 +20,8 @@ from gem_parallel.mesh import device_mesh, layout_of
 from gem_parallel.sparse.sharded2d import Sharded2DEmbeddings
 
 WIDTH = 16
+MICRO = 3
+DELAYED = [(replicas, reduce) for replicas in (2, 4) for reduce in ("last", "each")]
 GRIDS = [(replicas, reshard) for replicas in (1, 2, 4) for reshard in (True, False)]
 
 
@@ -42,6 +44,16 @@ def dense(context: ParallelContext, replicas: int, reshard: bool) -> dict[str, A
     strategy.apply(module, context)
     module(torch.ones(3, WIDTH)).sum().backward()
     return {"sent": strategy.traffic.take(), "held": sum(p.to_local().numel() for p in module.parameters() if isinstance(p, DTensor))}
+
+
+def delayed(context: ParallelContext, replicas: int, reduce: str) -> dict[str, int]:
+    """What a step of several micro-batches sends."""
+    strategy, module = FullyShard(replicas=replicas, reduce=reduce), Chain()
+    strategy.apply(module, context)
+    for number in range(MICRO):
+        with strategy.micro_batch(last=number + 1 == MICRO):
+            module(torch.ones(3, WIDTH)).sum().backward()
+    return strategy.traffic.take()
 
 
 def tables(replicas: int) -> dict[str, int]:
@@ -70,6 +82,7 @@ def main(folder: Path, rank: int, world: int) -> None:
     saved: dict[str, Any] = {
         "groups": groups(world),
         "dense": {grid: dense(context, *grid) for grid in GRIDS},
+        "delayed": {how: delayed(context, *how) for how in DELAYED},
         "tables": {replicas: tables(replicas) for replicas in (1, 2, 4)},
     }
     torch.save(saved, folder / f"rank{rank}.pt")

@@ -8,7 +8,7 @@ import pytest
 import torch
 from costs import EXACT, machine
 from rank_batches import TABLES, global_rows, pack
-from ranks_costmodel import GRIDS, Chain
+from ranks_costmodel import DELAYED, GRIDS, MICRO, Chain
 from torch import nn
 
 from gem_core.spec import BatchFacts, BlockFacts, EmbeddingPlan, ModelFacts, SparseOptimizer
@@ -57,6 +57,24 @@ def test_bytes_of_sharded_weights_are_those_that_were_counted(ranks: list[dict[s
 
 def test_the_comparison_sees_weights_that_are_gathered_once_more(ranks: list[dict[str, Any]]) -> None:
     assert ranks[0]["dense"][1, True]["sent"]["dense: weights"] != planned(1, False)[1]["weights: gather"]
+
+
+@pytest.mark.parametrize(("replicas", "reduce"), DELAYED)
+def test_bytes_of_a_step_of_micro_batches_are_those_that_were_counted(ranks: list[dict[str, Any]], replicas: int, reduce: str) -> None:
+    """A group of one shard reduces in each micro-batch whatever was asked for."""
+    dense = dense_in(layout_of(WORLD, replicate=replicas), facts(), {"reduce": reduce})
+    nothing = BatchFacts(rows=3.0, ids={}, distinct={})
+    sent = Step(machine(WORLD), dense, facts(), nothing, NO_TABLES, EXACT, MICRO).outcome().sent
+    for rank in ranks:
+        ran = rank["delayed"][replicas, reduce]
+        assert ran["dense: gradients between replicas"] == sent["gradients: replicas"]
+        assert ran.get("dense: weights", 0) == sent.get("weights: gather", 0)
+        assert ran.get("dense: gradients", 0) == sent.get("gradients: scatter", 0)
+
+
+def test_the_comparison_sees_a_reduction_in_each_micro_batch(ranks: list[dict[str, Any]]) -> None:
+    counted = {reduce: ranks[0]["delayed"][2, reduce]["dense: gradients between replicas"] for reduce in ("last", "each")}
+    assert counted["each"] == MICRO * counted["last"]
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 4])

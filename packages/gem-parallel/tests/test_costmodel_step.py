@@ -68,10 +68,11 @@ def test_gathers_hide_behind_compute_or_bind() -> None:
 
 
 def test_copies_of_sharded_weights_by_hand() -> None:
-    """Out of the buffer after each gather, into it before each scatter; the rest of the model is gathered once."""
+    """Into a buffer before each gather, half of it being the rank's own, and out of it after; into one before each scatter. The rest of the model
+    is gathered once."""
     again, kept = step_of(2, model(3), tables=False), step_of(2, model(3), tables=False, fsdp={"reshard": False})
-    assert again.parts["copies"] == pytest.approx(2 * 4 * (2 * 5_000 + 3 * 30_000) / 1e10)
-    assert kept.parts["copies"] == pytest.approx(2 * 4 * 2 * 35_000 / 1e10)
+    assert again.parts["copies"] == pytest.approx(2 * 4 * (2.5 * 5_000 + 3 * 4 * 10_000) / 1e10)
+    assert kept.parts["copies"] == pytest.approx(2 * 4 * 2.5 * 35_000 / 1e10)
     assert "copies" not in step_of(1, model(3), tables=False).parts
 
 

@@ -1,6 +1,7 @@
 """The loss and one optimiser step: weights, masks, conditions, accumulation, and stopping before anything bad is applied."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits as bce
 from gem_core.batch import Batch
 from gem_core.builtin.embedding import TorchEmbeddings
 from gem_core.builtin.precision import Fp32
-from gem_core.spec import DataSchema, HoldsWeights, PluginError, RequestError, RunFailed, SparseOptimizer, Task
+from gem_core.spec import DataSchema, DelaysReduction, HoldsWeights, PluginError, RequestError, RunFailed, SparseOptimizer, Task
 from gem_core.train.evaluate import evaluate
 from gem_core.train.feed import Feed, Work
 from gem_core.train.labels import check_batch, check_tasks, observed, weight_sums
@@ -102,6 +103,36 @@ def test_a_recipe_that_holds_weights_is_told_of_new_ones(source: FakeSource) -> 
     assert torch.equal(recipe.seen[1], next(iter(learner.average.state_dict().values())))
     assert not torch.equal(recipe.seen[1], moved)
     assert torch.equal(recipe.seen[2], moved)
+
+
+class Delaying:
+    """A strategy that notes what happens between the beginning and the end of each micro-batch."""
+
+    def __init__(self, learner: Learner) -> None:
+        self.seen: list[str] = []
+        learner.model.register_forward_pre_hook(lambda *_: self.seen.append("forward"))
+        next(learner.model.parameters()).register_hook(lambda _: self.seen.append("backward"))
+        learner.optimizer.register_step_pre_hook(lambda *_: self.seen.append("update"))
+
+    @contextmanager
+    def micro_batch(self, *, last: bool) -> Iterator[None]:
+        self.seen.append("last begins" if last else "begins")
+        yield
+        self.seen.append("ends")
+
+
+def test_a_strategy_is_told_which_of_several_micro_batches_is_the_last(source: FakeSource) -> None:
+    """Around forward and backward of each; a step of one micro-batch has nothing to put off."""
+    learner = learner_of(source)
+    delaying = Delaying(learner)
+    assert isinstance(delaying, DelaysReduction)
+    learner.delaying = [delaying]
+    train_step(learner, work_of(source, torch.arange(4), torch.arange(4, 8)), step=0, lr_factor=1.0)
+    within = ["forward", "backward", "ends"]
+    assert delaying.seen == ["begins", *within, "last begins", *within, "update"]
+    delaying.seen.clear()
+    train_step(learner, work_of(source, torch.arange(4)), step=1, lr_factor=1.0)
+    assert delaying.seen == ["forward", "backward", "update"]
 
 
 # ---- which rows count -------------------------------------------------------------------------------------------------------------------

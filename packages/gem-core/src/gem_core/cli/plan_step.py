@@ -53,6 +53,7 @@ def plan_step(
             strategies=strategies,
             best=best,
             assume=assumptions(assume),
+            micro_batches=config.optim.accumulate,
         )
     )
 

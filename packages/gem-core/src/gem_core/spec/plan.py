@@ -111,13 +111,14 @@ class StepRequest:
     Args:
         topology: the machine and the number of ranks.
         model: the dense part.
-        batch: what a rank looks up.
+        batch: what a rank looks up in a micro-batch.
         tables: the embedding engine's plan for a number of table replicas. MachineError where the tables do not fit, RequestError where the engine
             has no such layout.
         table_replicas: the configured number.
         strategies: options by the name of each configured strategy.
         best: with 0 the configured layout is evaluated; otherwise so many of the best layouts are looked for.
         assume: figures of the user's in place of the planner's own, by name.
+        micro_batches: of a step (``optim.accumulate``).
     """
 
     topology: Topology
@@ -128,6 +129,7 @@ class StepRequest:
     strategies: Mapping[str, Mapping[str, Any]]
     best: int = 0
     assume: Mapping[str, float] | None = None
+    micro_batches: int = 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

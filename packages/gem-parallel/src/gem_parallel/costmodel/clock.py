@@ -31,10 +31,11 @@ class Clocks:
 
     Args:
         layout: which ranks form groups.
+        blocking: whether a collective holds up its ranks until it is done.
     """
 
-    def __init__(self, layout: Layout) -> None:
-        self._layout = layout
+    def __init__(self, layout: Layout, *, blocking: bool = False) -> None:
+        self._layout, self._blocking = layout, blocking
         self.now: Times = np.zeros(layout.world)
         self._links: dict[int, Times] = defaultdict(lambda: np.zeros(layout.world))
         self.parts: dict[str, float] = defaultdict(float)
@@ -59,7 +60,10 @@ class Clocks:
         began = np.broadcast_to(grid.max(axis=axes, keepdims=True), grid.shape).reshape(-1)
         self._links[tier] = done = began + seconds
         self.carried[name] += seconds
-        return Running(name, ready, began, done)
+        running = Running(name, ready, began, done)
+        if self._blocking:
+            self.wait(running)
+        return running
 
     def wait(self, running: Running) -> None:
         """Each rank goes on when the collective is done."""

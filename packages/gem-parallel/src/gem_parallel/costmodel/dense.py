@@ -30,6 +30,7 @@ class Dense:
         wire: bytes of a weight in an all-gather.
         reduced: bytes of a gradient in a reduce-scatter or all-reduce.
         acts: bytes of an activation between experts.
+        last: whether gradients are summed over the replicas of shards in the last micro-batch of a step alone.
     """
 
     layout: Layout
@@ -39,6 +40,7 @@ class Dense:
     wire: int
     reduced: int
     acts: int
+    last: bool
 
     def dropped(self, block: BlockFacts) -> bool:
         """Whether a block's weights are gathered again for backward; those outside blocks are needed at both ends of a step and stay."""
@@ -50,8 +52,26 @@ class Dense:
 
     def kept(self, block: BlockFacts) -> float:
         """Parameters of a block that a rank keeps."""
-        ordinary = (block.parameters - block.expert_parameters) / self.ordinary_shards()
-        return ordinary + block.expert_parameters / self.layout.expert / (self.layout.shard if self.sharded else 1)
+        return sum(self._parts(block))
+
+    def _parts(self, block: BlockFacts) -> tuple[float, float]:
+        """Of these, the ones outside of experts that are shared out, and those in them."""
+        if self.layout.expert == 1:
+            return block.parameters / self.ordinary_shards(), 0.0
+        experts = block.expert_parameters / self.layout.expert / (self.layout.shard if self.sharded else 1)
+        return (block.parameters - block.expert_parameters) / self.ordinary_shards(), experts
+
+    def averaged(self, block: BlockFacts, *, last: bool) -> tuple[float, float]:
+        """Those whose gradients are summed over replicas in a micro-batch, the last of a step or another: outside of experts, and in them.
+
+        ``ddp`` waits for the last. ``fsdp`` waits where it scatters; a group of one shard sums in each micro-batch, and so do ``ddp``'s experts.
+        """
+        ordinary, experts = self._parts(block)
+        if last or (self.sharded and not self.last):
+            return ordinary, experts
+        if not self.sharded:
+            return 0.0, experts
+        return (0.0 if self.ordinary_shards() > 1 else ordinary), (0.0 if self.layout.shard > 1 else experts)
 
     def whole(self, block: BlockFacts) -> float:
         """Parameters of a block that a rank has while it computes."""
@@ -85,6 +105,7 @@ def dense_in(layout: Layout, model: ModelFacts, fsdp: Mapping[str, Any] | None) 
         wire=WIDTHS[options.get("payload", "fp32")],
         reduced=WIDTHS[options.get("reduce_dtype", "fp32")],
         acts=WIDTHS.get(model.dtype, 4),
+        last=options.get("reduce", "last") == "last",
     )
 
 

@@ -100,10 +100,11 @@ def layouts(request: StepRequest) -> Iterator[tuple[Layout, Mapping[str, Any] | 
 def evaluate(request: StepRequest, assumed: Assumed, dense: Dense, tables: EmbeddingPlan) -> LayoutPlan:
     """One layout."""
     topology, rows, layout = request.topology, request.batch.rows, dense.layout
-    done = Step(topology, dense, request.model, request.batch, tables, assumed).outcome()
+    done = Step(topology, dense, request.model, request.batch, tables, assumed, request.micro_batches).outcome()
+    rows_a_step = rows * request.micro_batches
     memory = {**memory_of(dense, request.model, rows), "tables": float(max(tables.held)), "table shards": float(tables.working)}
     fits = None if topology.memory is None else sum(memory.values()) <= (1 - assumed.reserve) * topology.memory
-    flops = (FORWARD + BACKWARD) * rows * sum(block.flops for block in request.model.blocks)
+    flops = (FORWARD + BACKWARD) * rows_a_step * sum(block.flops for block in request.model.blocks)
     beside = {name: seconds for name, seconds in done.parts.items() if name not in COMPUTE}
     binding = "compute" if 2 * done.compute >= done.seconds else max(beside, key=lambda name: beside[name])
     return LayoutPlan(
@@ -115,7 +116,7 @@ def evaluate(request: StepRequest, assumed: Assumed, dense: Dense, tables: Embed
         memory={name: count for name, count in memory.items() if count},
         local_mfu=flops / done.compute / topology.peak_flops[request.model.dtype] if done.compute else 0.0,
         scaling=done.compute / done.seconds if done.seconds else 1.0,
-        samples_per_second=rows * layout.world / done.seconds if done.seconds else 0.0,
+        samples_per_second=rows_a_step * layout.world / done.seconds if done.seconds else 0.0,
         binding=binding,
         fits=fits,
         settings=settings_of(dense),

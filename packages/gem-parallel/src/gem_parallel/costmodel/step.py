@@ -6,7 +6,8 @@
 3. Backward, in reverse: weights again, if they were dropped; gradients are scattered behind the next block's backward, then summed over replicas.
 4. Gradients of tables travel after backward; the optimiser updates; shards for the next look-up are gathered beside it.
 
-A step ends when the last rank is done.
+A step of several micro-batches does 1 to 3 for each, and sums over replicas in the last where the strategy waits for it. It ends when the last rank
+is done. On a CPU collectives take the cores that compute, and none hides behind computing: each is waited for where it is issued.
 """
 
 import math
@@ -66,13 +67,24 @@ class Step:
         batch: what a rank looks up.
         tables: the engine's plan for the layout.
         assumed: fractions of data-sheet figures, and the rest.
+        micro_batches: of a step; ``batch`` is one of them.
 
     Raises:
         RequestError: the machine's links, peak or memory bandwidth are unknown.
     """
 
-    def __init__(self, topology: Topology, dense: Dense, model: ModelFacts, batch: BatchFacts, tables: EmbeddingPlan, assumed: Assumed) -> None:
+    def __init__(
+        self,
+        topology: Topology,
+        dense: Dense,
+        model: ModelFacts,
+        batch: BatchFacts,
+        tables: EmbeddingPlan,
+        assumed: Assumed,
+        micro_batches: int = 1,
+    ) -> None:
         self._topology, self._dense, self._model, self._batch, self._tables = topology, dense, model, batch, tables
+        self._micro_batches = micro_batches
         self._links = Links(topology, assumed)
         self._flops = self._known(topology.peak_flops.get(model.dtype), f"its peak FLOP/s in {model.dtype}") * assumed.matmul
         self._bytes = self._known(topology.memory_bandwidth, "its memory bandwidth") * assumed.memory
@@ -98,11 +110,14 @@ class Step:
 
     def outcome(self) -> Outcome:
         """Simulate."""
-        clocks = Clocks(self._dense.layout)
-        ids = self._look_up(clocks)
-        self._forward(clocks)
-        reducing = self._backward(clocks)
-        clocks.wait_all([*reducing, *ids])
+        clocks = Clocks(self._dense.layout, blocking=self._topology.device == "cpu")
+        for number in range(self._micro_batches):
+            if number:  # the first finds what the step before has gathered
+                clocks.wait_all(self._exchange(clocks, "gather"))
+            ids = self._look_up(clocks)
+            self._forward(clocks)
+            reducing = self._backward(clocks, last=number + 1 == self._micro_batches)
+            clocks.wait_all([*reducing, *ids])
         self._update(clocks)
         seconds = clocks.meet()
         compute = clocks.parts["forward"] + clocks.parts["backward"]
@@ -188,10 +203,14 @@ class Step:
         seconds = time(self._whole, ordinary) + (time(self._shards, experts) if experts else 0.0)
         return clocks.start(name, "dense", (1, 2), seconds, tier=self._whole.outermost())
 
-    def _copy(self, clocks: Clocks, block: BlockFacts) -> None:
-        """``fully_shard`` copies what was gathered out of its buffer, and gradients into the one that is scattered: read once, written once."""
+    def _copy(self, clocks: Clocks, numbers: float) -> None:
+        """``fully_shard`` copies shards into the buffer that is gathered, what was gathered out of it, and gradients into the one that is scattered.
+        Each number is read once and written once."""
         if self._dense.sharded and self._whole.size > 1:
-            clocks.compute("copies", 2 * MASTER * self._dense.whole(block) / self._bytes)
+            clocks.compute("copies", 2 * MASTER * numbers / self._bytes)
+
+    def _copy_gathered(self, clocks: Clocks, block: BlockFacts) -> None:
+        self._copy(clocks, self._dense.kept(block) + self._dense.whole(block))
 
     def _forward(self, clocks: Clocks) -> None:
         blocks = self._model.blocks
@@ -200,10 +219,10 @@ class Step:
             if gathering is not None:
                 clocks.wait(gathering)
             gathering = None if following is None else self._weights(clocks, GATHER, following, self._dense.wire)
-            self._copy(clocks, block)
+            self._copy_gathered(clocks, block)
             self._block(clocks, block, FORWARD)
 
-    def _backward(self, clocks: Clocks) -> list[Running]:
+    def _backward(self, clocks: Clocks, *, last: bool) -> list[Running]:
         """Returns the reductions under way."""
         order = list(reversed(self._model.blocks))
         again = [self._dense.dropped(block) for block in order]
@@ -215,30 +234,28 @@ class Step:
             more = i + 1 < len(order) and again[i + 1]
             gathering = self._weights(clocks, GATHER, order[i + 1], self._dense.wire) if more else None
             if again[i]:
-                self._copy(clocks, block)
+                self._copy_gathered(clocks, block)
             self._block(clocks, block, BACKWARD)
-            self._copy(clocks, block)
-            reducing += self._reduce(clocks, block)
+            self._copy(clocks, self._dense.whole(block))
+            reducing += self._reduce(clocks, block, last=last)
         return reducing
 
-    def _reduce(self, clocks: Clocks, block: BlockFacts) -> list[Running]:
+    def _reduce(self, clocks: Clocks, block: BlockFacts, *, last: bool) -> list[Running]:
         scattering = self._weights(clocks, "gradients: scatter", block, self._dense.reduced)
         out = [] if scattering is None else [scattering]
         if self._replicas.size > 1 or (not self._dense.sharded and self._dense.layout.expert > 1):
-            out.append(self._average(clocks, block, scattering))
+            out += self._average(clocks, self._dense.averaged(block, last=last), scattering)
         return out
 
-    def _average(self, clocks: Clocks, block: BlockFacts, scattering: Running | None) -> Running:
+    def _average(self, clocks: Clocks, parameters: tuple[float, float], scattering: Running | None) -> list[Running]:
         """Sum a rank's gradients over the replicas. Without shards every rank is a replica of the ordinary weights, whatever its experts."""
-        name, width = "gradients: replicas", self._dense.reduced
+        name, (ordinary, experts) = "gradients: replicas", (count * self._dense.reduced for count in parameters)
+        if not ordinary + experts:
+            return []
         if self._dense.sharded:
-            size = self._dense.kept(block) * width
-            return self._all_reduce(clocks, name, (0,), [(self._replicas, size)], scattering)
-        ordinary, experts = block.parameters - block.expert_parameters, block.expert_parameters / self._dense.layout.expert
+            return [self._all_reduce(clocks, name, (0,), [(self._replicas, ordinary + experts)], scattering)]
         everyone = self._group("dense", (0, 1, 2))
-        if self._dense.layout.expert == 1:
-            return self._all_reduce(clocks, name, (0, 1, 2), [(everyone, (ordinary + experts) * width)])
-        return self._all_reduce(clocks, name, (0, 1, 2), [(everyone, ordinary * width), (self._replicas, experts * width)])
+        return [self._all_reduce(clocks, name, (0, 1, 2), [(everyone, ordinary), (self._replicas, experts)])]
 
     def _all_reduce(
         self, clocks: Clocks, name: str, axes: tuple[int, ...], parts: Sequence[tuple[Group, float]], after: Running | None = None
@@ -249,7 +266,8 @@ class Step:
         return clocks.start(name, "dense", axes, seconds, tier=parts[0][0].outermost(), after=after)
 
     def _update(self, clocks: Clocks) -> None:
-        clocks.wait_all(self._exchange(clocks, "update"))
+        for _ in range(self._micro_batches):  # at most: engines that update once merge rows that several micro-batches looked up
+            clocks.wait_all(self._exchange(clocks, "update"))
         shards = self._exchange(clocks, "gather")
         clocks.compute("optimiser", TOUCHED * sum(self._dense.kept(block) for block in self._model.blocks) / self._bytes)
         clocks.wait_all(shards)
