@@ -50,8 +50,12 @@ class Point:
 
 def machine(device: torch.device, dtype: str) -> Machine:
     """This device: the vendor's peak where it is known, else a measured one, and a measured bandwidth."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-    return Machine(name=name, device=device, peak=unit_peak(dtype, device), bandwidth=copy_bandwidth(device))
+    return Machine(name=device_name(device), device=device, peak=unit_peak(dtype, device), bandwidth=copy_bandwidth(device))
+
+
+def device_name(device: torch.device) -> str:
+    """The GPU's, or ``CPU``."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
 
 
 def copy_bandwidth(device: torch.device) -> float:

@@ -53,8 +53,8 @@ def layers(
 
 
 def composed_in(folder: str, config: str, overrides: Sequence[str]) -> LoadedConfig:
-    """The configuration with its run folder inside a temporary one."""
-    return load_config(config, [*overrides, f"run.out={str(Path(folder) / 'run')!r}"])
+    """The configuration with its run folder inside a temporary one, and without timelines of its own."""
+    return load_config(config, [*overrides, f"run.out={str(Path(folder) / 'run')!r}", "train.trace=[]"])
 
 
 def stamp(recipe: str, device: str) -> dict[str, Any]:
