@@ -176,18 +176,18 @@ def check_wrong_calls_are_triton_errors_each_time():
 
 
 def check_a_key_that_is_too_coarse_is_noticed_under_full_checks():
-    real = launcher.kind_of
+    real = launcher.integer_kind
     with switched(True, GEM_CHECK="full"):
         all_calls()
         all_calls()
         launcher.forget()
-        launcher.kind_of = lambda value, specialised: "any"
+        launcher.integer_kind = lambda value, specialised: 0
         try:
             launcher.launch(kernel, 3, CPU, {"x": X, **CALL})
             with pytest.raises(RequestError, match="Triton would launch another kernel"):
                 launcher.launch(kernel, 3, CPU, {"x": X, **CALL, "size": 1})
         finally:
-            launcher.kind_of = real
+            launcher.integer_kind = real
 
 
 CHECKS = {name: check for name, check in globals().items() if name.startswith("check_")}

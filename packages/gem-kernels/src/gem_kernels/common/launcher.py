@@ -100,13 +100,15 @@ class Launcher:
         key.extend((name, arguments[name]) for name in sorted(arguments.keys() - self.names))
         for i, specialised in self.varying:
             value = passed[i]
-            if isinstance(value, Tensor):
+            if type(value) is int:
+                key.append(integer_kind(value, specialised))
+            elif isinstance(value, Tensor):
                 if not value.is_cuda:
                     return None
                 passed[i] = address = value.data_ptr()
                 key.append((value.dtype, address % 16 == 0))
             else:
-                kind = kind_of(value, specialised)
+                kind = kind_of(value)
                 if kind is None:
                     return None
                 key.append(kind)
@@ -135,11 +137,14 @@ class Launcher:
             raise RequestError(f"direct launch of {self.kernel.__name__}", so, f"Leave {SWITCH} out, and report this with the release of triton.")
 
 
-def kind_of(value: Any, specialised: bool) -> Any:
-    """What Triton's key may hold of a value that is no tensor and no constant, or something finer; None for what is not known here."""
-    if type(value) is int:
-        width = 32 if -(2**31) <= value < 2**31 else 64 if value < 2**63 else -64
-        return (width, value == 1, value % 16 == 0) if specialised else width
+def integer_kind(value: int, specialised: bool) -> int:
+    """What Triton's key holds of an integer: its width, and if it is specialised whether it is 1 and whether it is a multiple of 16."""
+    width = 0 if -(2**31) <= value < 2**31 else 4 if value < 2**63 else 8
+    return width + (value == 1) + 2 * (value % 16 == 0) if specialised else width
+
+
+def kind_of(value: Any) -> Any:
+    """What Triton's key holds of a value that is no tensor, integer or constant, or something finer; None for what is not known here."""
     if value is None or type(value) in (float, bool):
         return type(value)
     if hasattr(value, "block_shape") and value.base.is_cuda:

@@ -1,5 +1,6 @@
 """What the calls of ``jagged_attention`` and ``gdpa`` share: their rows and heads, tile lists, and the launch of a Triton kernel over one."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -91,10 +92,13 @@ class AttentionCall:
         arch = None if interpreted() else cuda_arch(self.q.device.index or 0)
         return config_key(direction, dim=self.q.shape[-1], v_dim=self.v.shape[-1], itemsize=self.q.element_size(), max_length=length, arch=arch)
 
-    def over_tiles(self, kernel: Any, direction: str, config: Config, **arguments: Any) -> None:
-        """Launch a kernel over the tiles of its direction, times the heads; ``config`` unless this machine was tuned for the call."""
-        if self.bias is None and not interpreted():
-            config = tuned(self.op, self.key(direction), config)
+    def over_tiles(self, kernel: Any, direction: str, choose: Callable[[Key], Config], **arguments: Any) -> None:
+        """Launch a kernel over the tiles of its direction, times the heads; as ``choose`` says unless this machine was tuned for the call."""
+        if interpreted():
+            config = INTERPRETER
+        else:
+            key = self.key(direction)
+            config = choose(key) if self.bias is not None else tuned(self.op, key, choose(key))
         axis, block, heads = ("k", config.block_n, self.kv_heads) if direction == "key_grad" else ("q", config.block_m, self.heads)
         found = self.tiles(axis, block)
         grid = programs(found.bound * heads, TRITON_RESIDENT, self.q.device)
@@ -103,7 +107,6 @@ class AttentionCall:
     def launch(self, kernel: Any, config: Config, grid: int, **arguments: Any) -> None:
         """Launch a portable kernel. The grid has one axis; programs stride over what it cannot hold."""
         dim, v_dim = self.q.shape[-1], self.v.shape[-1]
-        config = INTERPRETER if interpreted() else config
         given = {
             "q": self.q, "k": self.k, "v": self.v, "heads": self.heads, "scale": self.scale, "window": self.window or 0,
             "q_token": self.q.stride(0), "q_head": self.q.stride(1), "k_token": self.k.stride(0), "k_head": self.k.stride(1),

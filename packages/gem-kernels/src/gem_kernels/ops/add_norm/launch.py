@@ -36,23 +36,22 @@ def add_norm(
         KernelUnavailable: dtype, width or device that this backend does not take.
         MachineError: triton is missing, or the tensors lie on the CPU and the interpreter is off.
     """
-    width = x.shape[-1]
-    flat, added, factor = (None if t is None else t.reshape(-1, width) for t in (x, residual, gate))
-    out: Tensor = _op(flat, added, gamma, beta, factor, norm == "layer", float(eps))
-    return out.view(x.shape)
+    out: Tensor = _op(x, residual, gamma, beta, gate, norm == "layer", float(eps))
+    return out
 
 
-def _readable(*tensors: Maybe) -> list[Maybe]:
-    return [None if t is None else host.readable(t)[0] for t in tensors]
+def _rows(*tensors: Maybe) -> list[Any]:
+    """Rows ``[rows, width]`` as the kernels read them, a vector as one row. Done inside the custom ops, where autograd records no views."""
+    return [None if t is None else host.readable(t.reshape(-1, t.shape[-1]))[0] for t in tensors]
 
 
 @torch.library.custom_op("gem_kernels::add_norm", mutates_args=())
 def _forward(x: Tensor, residual: Tensor | None, gamma: Tensor | None, beta: Tensor | None, gate: Tensor | None, layer: bool, eps: float) -> Tensor:
     host.check_call("add_norm", x, (residual, gamma, beta, gate))
-    if x.shape[1] > MAX_NORM_WIDTH:
-        raise KernelUnavailable("add_norm with backend 'triton'", f"rows of {x.shape[1]} are above {MAX_NORM_WIDTH}", "Use backend='reference'.")
-    (x,), (residual, gamma, beta, gate) = host.readable(x), _readable(residual, gamma, beta, gate)
-    return norm_rows(x, residual, gamma, beta, gate=gate, layer=layer, eps=eps)[0]
+    if x.shape[-1] > MAX_NORM_WIDTH:
+        raise KernelUnavailable("add_norm with backend 'triton'", f"rows of {x.shape[-1]} are above {MAX_NORM_WIDTH}", "Use backend='reference'.")
+    *given, factor = _rows(x, residual, gamma, beta, gate)
+    return norm_rows(*given, gate=factor, layer=layer, eps=eps)[0].view(x.shape)
 
 
 @torch.library.custom_op("gem_kernels::add_norm_grad", mutates_args=())
@@ -60,10 +59,10 @@ def _grad(
     dy: Tensor, x: Tensor, residual: Tensor | None, gamma: Tensor | None, beta: Tensor | None, gate: Tensor | None, layer: bool, eps: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of the sum, gamma, beta and the gate; empty tensors for what is not there."""
-    (x,), (residual, gamma, beta, gate) = host.readable(x), _readable(residual, gamma, beta, gate)
-    dz, *others = norm_rows_grad(dy, x, residual, gamma, beta, gate=gate, layer=layer, eps=eps)
-    dgamma, dbeta, dgate = (x.new_empty(0) if grad is None else grad for grad in others)
-    return dz, dgamma, dbeta, dgate
+    *given, factor = _rows(x, residual, gamma, beta, gate)
+    dz, dgamma, dbeta, dgate = norm_rows_grad(dy, *given, gate=factor, layer=layer, eps=eps)
+    dgamma, dbeta = (x.new_empty(0) if grad is None else grad for grad in (dgamma, dbeta))
+    return dz.view(x.shape), dgamma, dbeta, x.new_empty(0) if dgate is None else dgate.view(x.shape)
 
 
 @_forward.register_fake

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from gem_kernels.ops.attention import AttentionCall
-from gem_kernels.ops.gdpa.configs import INTERPRETER, choose
-from gem_kernels.ops.host import interpreted
+from gem_kernels.ops.gdpa.configs import choose
 
 
 @cache
@@ -79,5 +78,4 @@ class Call(AttentionCall):
 
     def _over_tiles(self, direction: str, **arguments: Any) -> None:
         kernel = getattr(_kernels(), f"{direction}_kernel")
-        config = INTERPRETER if interpreted() else choose(self.key(direction))
-        self.over_tiles(kernel, direction, config, ACTIVATION=self.activation, SCALE_AFTER=self.scale_after, **arguments)
+        self.over_tiles(kernel, direction, choose, ACTIVATION=self.activation, SCALE_AFTER=self.scale_after, **arguments)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gem_kernels.ops.attention import AttentionCall
-from gem_kernels.ops.gdpa.configs import INTERPRETER, Config
+from gem_kernels.ops.gdpa.configs import INTERPRETER, Config, Key
 from gem_kernels.ops.host import interpreted
 from gem_kernels.ops.jagged_attention.configs import choose
 
@@ -70,7 +70,7 @@ class Call(AttentionCall):
         if self.nothing_to_do():
             return self.bias.new_zeros(self.bias.shape)
         dbias = self.bias.new_empty(self.bias.shape)
-        config = self._config("bias_grad")
+        config = INTERPRETER if interpreted() else self._choose(self.key("bias_grad"))
         bias_rows, bias_heads = self.bias.shape[:2]
         count = bias_rows * bias_heads * -(-self.max_q // config.block_m) * -(-self.max_k // config.block_n)
         kernel = _kernels().bias_grad_kernel
@@ -83,10 +83,10 @@ class Call(AttentionCall):
 
     def _over_tiles(self, direction: str, **arguments: Any) -> None:
         kernel = getattr(_kernels(), f"{direction}_kernel")
-        self.over_tiles(kernel, direction, self._config(direction), BIAS=self.bias is not None, **arguments, **self._bias())
+        self.over_tiles(kernel, direction, self._choose, BIAS=self.bias is not None, **arguments, **self._bias())
 
-    def _config(self, direction: str) -> Config:
-        return INTERPRETER if interpreted() else choose(self.key(direction), bias=self.bias is not None)
+    def _choose(self, key: Key) -> Config:
+        return choose(key, bias=self.bias is not None)
 
     def _bias(self) -> dict[str, Any]:
         strides = (0, 0, 0, 0) if self.bias is None else self.bias.expand(self.rows, self.heads, -1, -1).stride()
