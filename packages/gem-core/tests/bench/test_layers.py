@@ -22,6 +22,7 @@ from gem_core.bench.layers import LocalMfu, Measured, _Alone, _Call, _timed, _ti
 from gem_core.bench.roofline import Machine
 from gem_core.cli.main import run as gem
 from gem_core.config.load import load_config
+from gem_core.ops.products import linear_flops, own_flops
 from gem_core.spec import RequestError
 from gem_core.train.compose import Run, compose
 from gem_core.train.efficiency import Peak
@@ -192,8 +193,33 @@ def test_a_model_that_counts_only_a_whole_is_refused(run: Run) -> None:
         def flops(self, batch: Any) -> int:
             return 1000
 
-    with pytest.raises(RequestError, match="count"):
+    with pytest.raises(RequestError, match="counts FLOPs as a whole"):
         measure_layers(stand_in(run, model=Foreign(2, 2)), MACHINE)
+
+
+class Stranger(nn.Module):
+    """A model of somebody else's that counts by layer, and something of its own beside them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(1, 5), nn.Linear(5, 3)
+
+    def forward(self, batch: Any, embedded: Any) -> Any:
+        return self.second(self.first(batch.dense["price"]))
+
+    def flops(self, batch: Any) -> int:
+        layers_only = linear_flops(self.first, batch.rows, input_gradient=False) + linear_flops(self.second, batch.rows)
+        return layers_only + own_flops(self, 1000)
+
+
+def test_the_children_of_any_other_model_are_its_layers(run: Run) -> None:
+    model = Stranger()
+    found = measure_layers(stand_in(run, model=model, dense=model), MACHINE, repeats=1)
+    rows = found.samples
+    assert [(r.module, r.flops) for r in found.rows] == [("first", 2 * 2 * rows * 5), ("second", 3 * 2 * rows * 15)]
+    assert found.flops == sum(r.flops for r in found.rows) + 3000
+    assert found.covered == pytest.approx(1 - 3000 / found.flops)
+    assert found.mfu == pytest.approx((found.flops - 3000) / found.seconds / 1e11)
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from gem_core.batch import Batch
-from gem_core.model.products import Product, own_flops, products
+from gem_core.ops.products import Product, own_flops, products
 from gem_core.ops.slot import KernelSlot
 from gem_core.spec import PrecisionDecision, RequestError
 from gem_core.train.efficiency import Peak, peak_of, table_peak

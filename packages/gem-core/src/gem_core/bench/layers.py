@@ -141,7 +141,7 @@ def measure_layers(run: Any, where: Machine, *, repeats: int = 0) -> LocalMfu:
     host_batch = work.batches[0]
     counted = layer_flops(run.model, host_batch, decisions=run.decisions, dtype=run.precision.compute_dtype())
     if not any(flops.name != "model" for flops in counted):
-        raise RequestError("gem bench layers", "the model counts FLOPs as a whole", "Count them by layer: gem_core.model.products.")
+        raise RequestError("gem bench layers", "the model counts FLOPs as a whole", "Count them by layer, with gem_core.ops.products.")
     times = repeats or REPEATS[where.device.type]
     rows = []
     for calls in _alike(_captured(run, host_batch), counted):

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from gem_core.model.layers import AddNorm, Mlp, TokenMix, pair_width
-from gem_core.model.products import own_flops
+from gem_core.ops.products import own_flops
 
 
 class WeightGen(nn.Module):

@@ -12,8 +12,8 @@ from gem_core.model.heads import Heads
 from gem_core.model.jagged import mean_rows
 from gem_core.model.layers import DenseModel, pair_width, total
 from gem_core.model.options import BaseModelOptions, CrossOptions, Width
-from gem_core.model.products import linear_flops, own_flops
 from gem_core.model.tables import make_tables
+from gem_core.ops.products import linear_flops, own_flops
 from gem_core.spec.data import DataSchema
 from gem_core.spec.embedding import TableSpec
 

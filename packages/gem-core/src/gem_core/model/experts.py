@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from gem_core.model.layers import AddNorm, Mlp, TokenMix, pair_width, together, total
 from gem_core.model.options import CrossOptions, DeepOptions, LinearOptions, WukongOptions
-from gem_core.model.products import linear_flops, own_flops
+from gem_core.ops.products import linear_flops, own_flops
 from gem_core.ops.slot import KernelSlot
 from gem_core.spec.errors import RequestError
 

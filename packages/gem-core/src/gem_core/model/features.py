@@ -11,8 +11,8 @@ from gem_core.batch import Batch, Jagged
 from gem_core.model.jagged import mean_rows, weighted_mean_rows
 from gem_core.model.layers import LearnedToken, Mlp, pair_width, total
 from gem_core.model.options import FeatureOptions
-from gem_core.model.products import linear_flops, own_flops
 from gem_core.model.tables import poolings
+from gem_core.ops.products import linear_flops, own_flops
 from gem_core.spec.data import DataSchema, DenseFeature, SequenceFeature
 from gem_core.spec.embedding import TableSpec
 from gem_core.spec.errors import RequestError

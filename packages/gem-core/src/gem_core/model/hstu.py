@@ -13,10 +13,10 @@ from gem_core.model.heads import Heads
 from gem_core.model.jagged import regular_offsets, row_of
 from gem_core.model.layers import AddNorm, DenseModel, LearnedToken, NormLinear, pick, together, total
 from gem_core.model.options import BaseModelOptions, Rate, SequenceOptions, Width
-from gem_core.model.products import linear_flops, slot_flops
 from gem_core.model.sequence import Events, EventTokens, Lengths, LogEmbedding
 from gem_core.model.tables import make_tables
 from gem_core.ops.hstu_attention import flops as hstu_flops
+from gem_core.ops.products import linear_flops, slot_flops
 from gem_core.ops.slot import KernelSlot
 from gem_core.spec.data import DataSchema
 from gem_core.spec.embedding import TableSpec

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gem_core.model.products import linear_flops, own_flops, slot_flops
 from gem_core.ops.norm_linear import flops as norm_linear_flops
+from gem_core.ops.products import linear_flops, own_flops, slot_flops
 from gem_core.ops.slot import KernelSlot, kernel_slots
 from gem_core.spec.kernels import KernelRequest
 

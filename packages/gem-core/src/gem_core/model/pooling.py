@@ -5,9 +5,9 @@ from torch import Tensor, nn
 
 from gem_core.model.layers import NormLinear, pair_width, together
 from gem_core.model.options import SequenceOptions
-from gem_core.model.products import linear_flops, own_flops, slot_flops
 from gem_core.model.sequence import Events, Lengths
 from gem_core.ops.pooled_attention import flops as pooled_attention_flops
+from gem_core.ops.products import linear_flops, own_flops, slot_flops
 from gem_core.ops.slot import KernelSlot
 
 

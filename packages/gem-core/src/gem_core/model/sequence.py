@@ -12,11 +12,11 @@ from gem_core.model.crossing import KeyValues
 from gem_core.model.jagged import from_end, row_of
 from gem_core.model.layers import NormLinear, together
 from gem_core.model.options import SequenceOptions
-from gem_core.model.products import linear_flops, slot_flops
 from gem_core.ops.block_attention import flops as block_attention_flops
 from gem_core.ops.gdpa import flops as gdpa_flops
 from gem_core.ops.jagged_attention import flops as jagged_attention_flops
 from gem_core.ops.pffn import flops as pffn_flops
+from gem_core.ops.products import linear_flops, slot_flops
 from gem_core.ops.slot import KernelSlot
 from gem_core.spec.data import SequenceFeature
 from gem_core.spec.errors import RequestError
