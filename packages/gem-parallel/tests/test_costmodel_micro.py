@@ -8,6 +8,7 @@ import pytest
 from costs import EXACT, batch, machine, model, request, tables_on
 
 from gem_core.spec import BatchFacts, EmbeddingPlan
+from gem_parallel.costmodel.assumed import Assumed
 from gem_parallel.costmodel.clock import WAITING, Clocks
 from gem_parallel.costmodel.dense import dense_in
 from gem_parallel.costmodel.planning import plan_step
@@ -19,10 +20,20 @@ NOTHING = BatchFacts(rows=32.0, ids={}, distinct={})
 MICRO = 4
 
 
-def step_of(world: int, micro: int, *, fsdp: Any, device: str = "cuda", experts: int = 0, tables: bool = False, **degrees: int) -> Outcome:
+def step_of(
+    world: int,
+    micro: int,
+    *,
+    fsdp: Any,
+    device: str = "cuda",
+    experts: int = 0,
+    tables: bool = False,
+    assumed: Assumed = EXACT,
+    **degrees: int,
+) -> Outcome:
     topology, facts, layout = replace(machine(world), device=device), model(3, experts=experts), layout_of(world, **degrees)
     planned = tables_on(topology, batch())(layout.sparse_replicate) if tables else NO_TABLES
-    return Step(topology, dense_in(layout, facts, fsdp), facts, batch() if tables else NOTHING, planned, EXACT, micro).outcome()
+    return Step(topology, dense_in(layout, facts, fsdp), facts, batch() if tables else NOTHING, planned, assumed, micro).outcome()
 
 
 @pytest.mark.parametrize(
@@ -83,6 +94,20 @@ def test_nothing_hides_on_a_cpu() -> None:
         assert here.parts[name] == pytest.approx(seconds), name
     assert here.seconds == pytest.approx(sum(seconds for name, seconds in here.parts.items()))
     assert here.seconds > there.seconds
+
+
+def test_what_fully_shard_does_on_the_host_is_added_to_each_of_its_collectives() -> None:
+    """Three blocks are gathered twice and scattered once, the rest is gathered once and scattered once; nothing of it is ``ddp``'s."""
+    slow = replace(EXACT, host=1e-3)
+    assert step_of(2, 1, fsdp={}, assumed=slow).parts["host"] == pytest.approx(11e-3)
+    assert step_of(2, 1, fsdp={"reshard": False}, assumed=slow).parts["host"] == pytest.approx(8e-3)
+    assert "host" not in step_of(2, 1, fsdp=None, assumed=slow, replicate=2).parts
+    assert "host" not in step_of(2, 1, fsdp={}).parts
+
+
+def test_a_slower_scatter_slows_the_half_of_an_all_reduce_that_adds() -> None:
+    plain, slow = (step_of(2, 1, fsdp=None, assumed=replace(EXACT, scatter=scatter), replicate=2) for scatter in (1.0, 3.0))
+    assert slow.carried["gradients: replicas"] == pytest.approx(2 * plain.carried["gradients: replicas"])
 
 
 def test_a_clock_that_blocks_waits_where_a_collective_is_issued() -> None:

@@ -19,6 +19,7 @@ class Assumed:
         links: of a tier's bandwidth.
         scatter: time of a reduce-scatter over that of an all-gather of the same parts.
         launch: seconds to start a collective.
+        host: seconds in which a rank does nothing but ``fully_shard``'s work on the host, for each collective of a block.
         message: seconds that an all-to-all takes longer for each further rank.
         row_cv: standard deviation over mean of the rows' costs; negative takes what was measured on a batch.
         balance: what balancing leaves of the deviation between ranks: 1 without, ``BALANCE["interleaved"]`` with it.
@@ -31,6 +32,7 @@ class Assumed:
     links: float = 0.8
     scatter: float = 1.0
     launch: float = 8.4e-6
+    host: float = 0.0
     message: float = 0.4e-6
     row_cv: float = -1.0
     balance: float = 1.0
@@ -48,8 +50,8 @@ class Assumed:
         for name, value in (given or {}).items():
             if name not in known:
                 raise RequestError(f"--assume {name}={value:g}", "there is no such figure", f"Known are {', '.join(known)}.")
-            most = 1.0 if name not in ("scatter", "launch", "message", "row_cv") else float("inf")
-            least = {"row_cv": -1.0, "balance": 0.0, "pipelined": 0.0, "reserve": 0.0, "launch": 0.0, "message": 0.0}.get(name, 1e-6)
+            most = 1.0 if name not in ("scatter", "launch", "host", "message", "row_cv") else float("inf")
+            least = {"row_cv": -1.0, "balance": 0.0, "pipelined": 0.0, "reserve": 0.0, "launch": 0.0, "host": 0.0, "message": 0.0}.get(name, 1e-6)
             if not least <= value <= most:
                 raise RequestError(f"--assume {name}={value:g}", f"it lies outside {least:g} ... {most:g}", "Give a value between them.")
         return cls(**(given or {}))
@@ -65,6 +67,7 @@ SOURCES = {
     "links": "NCCL's cost model for NVLink, 360 of 450 GB/s on Hopper; taken for the network too",
     "scatter": "as quick, as NCCL's cost model has it",
     "launch": "base latency of a ring in NCCL's cost model",
+    "host": "assumed: the host is ahead of a GPU; on a CPU it is the rank itself",
     "message": "assumed: a network hop of 14 us shared by about 32 messages on their way",
     "row_cv": "measured on the rows of a small training batch",
     "balance": "no balancing; 0.37 was simulated for interleaved sub-batches",

@@ -198,6 +198,8 @@ class Step:
         experts = block.expert_parameters / self._dense.layout.expert / self._shards.size * width
         if self._dense.layout.expert == 1:
             ordinary, experts = ordinary + experts, 0.0
+        if self._assumed.host:
+            clocks.compute("host", self._assumed.host)
         self._count(name, gathered_bytes(self._whole, ordinary) + gathered_bytes(self._shards, experts))
         time = self._links.all_gather if name == GATHER else self._links.reduce_scatter
         seconds = time(self._whole, ordinary) + (time(self._shards, experts) if experts else 0.0)

@@ -1,8 +1,9 @@
-"""What a machine without a description reaches, measured by its ranks: products, copies, and collectives by gloo.
+"""What a machine without a description reaches, measured by its ranks: products, copies, collectives by gloo, and what ``fully_shard`` adds to each.
 
 usage: torchrun --nproc-per-node N -m gem_parallel.scale.calibrate FILE
 
-Every figure is the quickest turn of the slowest rank, all ranks at work at once, so that ranks which share cores are measured as they train.
+Every figure is the quickest turn of the slowest rank, all ranks at work at once, so that ranks which share cores are measured as they train. Results
+go into new memory each time, as those of ``fully_shard`` do: the first touch of a page costs more than what is written to it.
 """
 
 import json
@@ -14,32 +15,65 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
+from gem_core.spec import ParallelContext, Topology
 from gem_parallel.comm.collectives import gather_into, scatter_into
+from gem_parallel.dense.fsdp import FullyShard
 from gem_parallel.scale.machine import Measured
 
 SIZE, TURNS = 512, 20
 """Rows, columns and depth of the matrix product; how often each work is timed."""
-SMALL, LARGE, COPIED = 1 << 10, 1 << 22, 1 << 23
-"""Bytes of a rank's part of a small and of a large collective; of a copy."""
+SMALL, LARGE = 1 << 10, 1 << 22
+"""Bytes of a rank's part of a small and of a large collective."""
+COPIED, COPIES = 1 << 21, 8
+"""Bytes of a tensor that is copied, and tensors: about the weights of a block, and more than caches hold."""
+TINY, BLOCKS = 8, 4
+"""Width and blocks of a model that takes no time but that of starting its kernels and collectives."""
+COLLECTIVES = 3 * BLOCKS + 2
+"""Of a step of that model: blocks are gathered twice and scattered once, the rest is gathered once and scattered once."""
 
 Work = Callable[[], object]
 
 
+class Tiny(nn.Module):
+    """A stack of narrow blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(TINY, TINY) for _ in range(BLOCKS))
+        self.head = nn.Linear(TINY, TINY)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.head(x)  # type: ignore[no-any-return]
+
+
 def works_of(world: int) -> dict[str, Work]:
-    """What is timed; collectives where there are several ranks."""
+    """What is timed; collectives where there are several ranks. Collective."""
     left, out = torch.ones(SIZE, SIZE), torch.empty(SIZE, SIZE)
-    source = torch.zeros(COPIED // 4)
-    works: dict[str, Work] = {"product": lambda: torch.mm(left, left, out=out), "copy": source.clone}
+    sources = [torch.zeros(COPIED // 4) for _ in range(COPIES)]
+    works: dict[str, Work] = {"product": lambda: torch.mm(left, left, out=out), "copy": lambda: [source.clone() for source in sources]}
     if world > 1:
-        works |= {name: _collective(gather_into, size, world, whole_first=True) for name, size in (("small", SMALL), ("large", LARGE))}
-        works["scatter"] = _collective(scatter_into, LARGE, world, whole_first=False)
+        small, large, whole = torch.zeros(SMALL // 4), torch.zeros(LARGE // 4), torch.zeros(LARGE // 4 * world)
+        works["small"] = lambda: gather_into(small.new_empty(small.numel() * world), small)
+        works["large"] = lambda: gather_into(large.new_empty(large.numel() * world), large)
+        works["scatter"] = lambda: scatter_into(torch.empty_like(large), whole, op=dist.ReduceOp.AVG)
+        context = ParallelContext(rank=dist.get_rank(), world=world, device="cpu", topology=Topology(world=world, device="cpu"))
+        works |= {"plain": step_of(Tiny(), TINY, TINY), "sharded": step_of(FullyShard().apply(Tiny(), context), TINY, TINY)}
     return works
 
 
-def _collective(call: Callable[..., object], size: int, world: int, *, whole_first: bool) -> Work:
-    part, whole = torch.zeros(size // 4), torch.zeros(size // 4 * world)
-    return lambda: call(whole, part) if whole_first else call(part, whole)
+def step_of(module: nn.Module, rows: int, width: int) -> Work:
+    """Forward and backward of a module on random rows."""
+    x = torch.randn(rows, width)
+
+    def step() -> None:
+        module(x).square().mean().backward()
+        module.zero_grad()
+
+    return step
 
 
 def timed(works: Mapping[str, Work], turns: int) -> dict[str, float]:
@@ -58,14 +92,15 @@ def timed(works: Mapping[str, Work], turns: int) -> dict[str, float]:
 
 def measured(best: Mapping[str, float], world: int) -> Measured:
     """The figures that the times say. One rank has no links; it is given those of its memory, which nothing uses."""
-    flops, memory = 2 * SIZE**3 / best["product"], 2 * COPIED / best["copy"]
+    flops, memory = 2 * SIZE**3 / best["product"], 2 * COPIED * COPIES / best["copy"]
     if world == 1:
-        return Measured(world=1, flops=flops, memory=memory, latency=0.0, bandwidth=memory, scatter=1.0)
+        return Measured(world=1, flops=flops, memory=memory, host=0.0, latency=0.0, bandwidth=memory, scatter=1.0)
     carried = max(best["large"] - best["small"], 1e-9)
     return Measured(
         world=world,
         flops=flops,
         memory=memory,
+        host=max(0.0, (best["sharded"] - best["plain"]) / COLLECTIVES - best["small"]),
         latency=best["small"] / (world - 1).bit_length(),
         bandwidth=(world - 1) * LARGE / carried,
         scatter=max(best["scatter"] - best["small"], 1e-9) / carried,

@@ -15,7 +15,8 @@ class Measured:
     Args:
         world: ranks.
         flops: FLOP/s of a float32 matrix product.
-        memory: bytes a second that a copy into fresh memory reads and writes.
+        memory: bytes a second that a copy into new memory reads and writes.
+        host: seconds of ``fully_shard``'s work on the host for a collective, beside the collective itself.
         latency: seconds of a hop of a small all-gather.
         bandwidth: bytes a second that a rank sends in a large one.
         scatter: time of a reduce-scatter over that of an all-gather of the same parts.
@@ -24,6 +25,7 @@ class Measured:
     world: int
     flops: float
     memory: float
+    host: float
     latency: float
     bandwidth: float
     scatter: float
@@ -42,4 +44,4 @@ class Measured:
 
     def assumed(self) -> dict[str, float]:
         """The cost model's figures that were measured with it: nothing is lost of what was reached."""
-        return {"memory": 1.0, "links": 1.0, "scatter": self.scatter, "launch": 0.0}
+        return {"memory": 1.0, "links": 1.0, "scatter": self.scatter, "launch": 0.0, "host": self.host}
