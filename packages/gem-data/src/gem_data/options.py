@@ -97,6 +97,57 @@ class GeneratedOptions(Options):
         return self
 
 
+class SequenceShape(Options):
+    """A kind of events of ``workload``, and how many a row has."""
+
+    name: str = Field("history", min_length=1, description="name of the sequence")
+    lengths: Literal["fixed", "uniform", "zipf", "lognormal"] = Field(
+        "lognormal",
+        description="fixed: longest; uniform: shortest to longest; zipf: P(n) as n ** -exponent from 1, cut at longest; "
+        "lognormal: of this mean and sigma, cut at shortest and longest",
+    )
+    shortest: Natural = Field(0, description="fewest events of a row")
+    longest: Count = Field(1_000, description="most events of a row")
+    mean: Annotated[Real, Field(gt=0.0)] = Field(100.0, description="lognormal: mean before the cuts")
+    sigma: Annotated[Real, Field(ge=0.0, le=4.0)] = Field(1.0, description="lognormal: standard deviation of the logarithm")
+    exponent: Annotated[Real, Field(gt=1.0, le=10.0)] = Field(1.2, description="zipf: how fast long rows become rare")
+
+    @model_validator(mode="after")
+    def _in_order(self) -> Self:
+        if self.shortest > self.longest:
+            raise ValueError(f"shortest = {self.shortest} is more than longest = {self.longest}")
+        return self
+
+
+class WorkloadOptions(Options):
+    """Options of ``workload``."""
+
+    rows: Count = Field(1_048_576, description="training rows")
+    test_rows: Count = Field(4_096, description="test rows")
+    seed: Natural = Field(1, description="seed of everything")
+    sequences: tuple[SequenceShape, ...] = Field(
+        default_factory=lambda: (SequenceShape.model_validate({}),), min_length=1, description="the kinds of events"
+    )
+    items: Count = Field(100_000, description="items, a multiple of categories; their table has a row more")
+    categories: Annotated[Count, Field(ge=2)] = Field(50, description="categories of items")
+    users: Count = Field(10_000, description="users, drawn uniformly")
+    numbers: Annotated[Count, Field(ge=2)] = Field(4, description="numbers of a row; the first two matter")
+    interest: Annotated[Real, Field(ge=0.0, le=1.0)] = Field(0.6, description="share of events in the category that a row is interested in")
+    match: Real = Field(2.0, description="log odds added where the candidate is in that category and the row has events")
+    base_logit: Real = Field(-1.5, description="log odds of a click before any effect")
+    balance: Literal["none", "lpt"] = Field("none", description="lpt: rows of eight batches are dealt out so that each has as many events")
+    workers: Natural = Field(1, description="threads that make batches before they are asked for; 0 makes them in the training thread")
+
+    @model_validator(mode="after")
+    def _sound(self) -> Self:
+        if self.items % self.categories:
+            raise ValueError(f"items = {self.items} is no multiple of categories = {self.categories}")
+        names = [shape.name for shape in self.sequences]
+        if len(set(names)) < len(names):
+            raise ValueError(f"two sequences share a name: {', '.join(names)}")
+        return self
+
+
 class FilesOptions(Options):
     """Options of ``files``."""
 

@@ -38,6 +38,12 @@ def gem_data_sources() -> Sequence[DataSource]:
             load="gem_data.sources.generated:load",
             options="gem_data.options:GeneratedOptions",
         ),
+        DataSource(
+            name="workload",
+            summary="rows of given shapes for measuring speed: sequences by distribution of length, tables of any size, labels that can be learnt",
+            load="gem_data.sources.workload:load",
+            options="gem_data.options:WorkloadOptions",
+        ),
     ]
 
 

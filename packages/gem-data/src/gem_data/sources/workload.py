@@ -1,0 +1,209 @@
+"""The source ``workload``: rows of given shapes, quick enough to feed a GPU, for measuring what a training step costs.
+
+Every row is computed alone from its number, so any rows make a batch. A row is interested in one category, in which a share of its events lies; a
+click is likelier when the candidate is in it too, so that labels can be learnt from histories.
+"""
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from gem_core.batch import Batch, Jagged, KeyedJagged
+from gem_core.spec import DataSchema, DenseFeature, IdFeature, RequestError, SequenceFeature, Shard, Task
+from gem_data.feed.balance import lpt
+from gem_data.feed.pipeline import ahead
+from gem_data.generate.draws import GOLDEN, Draws, Ints, floor, mix, permute, unit
+from gem_data.options import SequenceShape, WorkloadOptions
+from gem_data.score import expected_scores, sigmoid
+
+SPLITS = ("train", "test")
+WINDOW = 8
+"""Global batches whose rows are dealt out together."""
+READY = 2
+"""Batches a worker may be ahead."""
+START, DAY = 1_700_000_000, 86_400
+_BITS = 24
+Floats32 = NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Columns that do not need events, ``[rows]`` each; ``numbers`` ``[rows, numbers]``, ``lengths`` by sequence."""
+
+    interest: Ints
+    category: Ints
+    item: Ints
+    user: Ints
+    time: Ints
+    numbers: NDArray[np.float64]
+    lengths: dict[str, Ints]
+    click: NDArray[np.float64]
+
+
+class Workload:
+    """A ``gem_core.spec.data.Source``."""
+
+    def __init__(self, options: WorkloadOptions) -> None:
+        self.options, self._draw = options, Draws(options.seed)
+        self._effect = 0.5 * self._draw.normal("effect", np.arange(options.categories))
+
+    def schema(self) -> DataSchema:
+        o = self.options
+        item, category = IdFeature(name="item", cardinality=o.items + 1), IdFeature(name="category", cardinality=o.categories + 1)
+        return DataSchema(
+            ids=(item, category, IdFeature(name="user", cardinality=o.users + 1)),
+            dense=tuple(DenseFeature(name=f"number_{k + 1}") for k in range(o.numbers)),
+            sequences=tuple(SequenceFeature(name=s.name, ids=(item, category), time=True, max_length=s.longest) for s in o.sequences),
+            tasks=(Task(name="ctr"),),
+        )
+
+    def rows(self, split: str) -> int:
+        if split not in SPLITS:
+            raise RequestError(f"split {split!r} of 'workload'", f"the splits are {', '.join(SPLITS)}", "Name one of them.")
+        return self.options.rows if split == "train" else self.options.test_rows
+
+    def batches(
+        self, split: str, *, batch_size: int, shard: Shard = Shard(), seed: int | None = None, epoch: int = 0, start: int = 0
+    ) -> Iterator[Batch]:
+        """As ``Source.batches``. Balanced batches hold the rows of ``WINDOW`` batches in another order, the same for any number of workers."""
+        self.rows(split)
+        if batch_size < 1 or min(seed or 0, epoch, start) < 0 or not 0 <= shard.rank < shard.world:
+            so = f"batch_size {batch_size}, seed {seed}, epoch {epoch}, start {start}, rank {shard.rank} of {shard.world}"
+            raise RequestError("batches of 'workload'", so, "Give a batch of one row or more, nothing negative, and a rank below the world size.")
+        return self._made(islice(self._jobs(split, batch_size, shard, seed, epoch), start, None))
+
+    def baselines(self) -> dict[str, dict[str, dict[str, float]]]:
+        """``oracle``: what knowing every row's interest would give on average on the test rows; short histories show it in part."""
+        chance = self.columns(self._numbers("test", np.arange(self.rows("test")))).click
+        return {"oracle": {"ctr": expected_scores(chance, np.ones_like(chance))}}
+
+    def ledger(self) -> dict[str, int]:
+        return {"read": sum(map(self.rows, SPLITS)), **{split: self.rows(split) for split in SPLITS}}
+
+    def columns(self, number: Ints) -> Rows:
+        """What the rows of these numbers are, events left out."""
+        o, draw = self.options, self._draw
+        interest = draw.integers("interest", o.categories, number)
+        category = np.where(draw.uniform("candidate", number) < 0.5, interest, draw.integers("category", o.categories, number))
+        numbers = np.stack([draw.normal(f"number {k}", number) for k in range(o.numbers)], axis=1)
+        lengths = {shape.name: self._lengths(shape, number) for shape in o.sequences}
+        shown = np.add.reduce(list(lengths.values())) > 0
+        signal = o.match * ((category == interest) & shown) + self._effect[category] + 0.8 * numbers[:, 0] - 0.5 * numbers[:, 1]
+        return Rows(
+            interest=interest,
+            category=category,
+            item=self._item(draw.uniform("item", number).astype(np.float32), category),
+            user=draw.integers("user", o.users, number),
+            time=START + draw.integers("time", 30 * DAY, number),
+            numbers=numbers,
+            lengths=lengths,
+            click=sigmoid(o.base_logit + signal),
+        )
+
+    def _lengths(self, shape: SequenceShape, number: Ints) -> Ints:
+        if shape.lengths == "fixed":
+            return np.full(number.size, shape.longest)
+        uniform = self._draw.uniform(f"length {shape.name}", number)
+        if shape.lengths == "uniform":
+            return shape.shortest + floor(uniform * (shape.longest - shape.shortest + 1))
+        if shape.lengths == "zipf":
+            # P(n >= x) = x ** (1 - exponent): the whole part of Pareto's law
+            drawn = floor(np.minimum((1.0 - uniform) ** (1.0 / (1.0 - shape.exponent)), float(shape.longest)))
+        else:
+            normal = self._draw.normal(f"length {shape.name}", number)
+            drawn = np.rint(shape.mean * np.exp(shape.sigma * normal - shape.sigma**2 / 2)).astype(np.int64)
+        return np.asarray(np.clip(drawn, shape.shortest, shape.longest))
+
+    def _item(self, uniform: Floats32, category: Ints) -> Ints:
+        """Items of these categories; within one the ``n``-th is drawn as ``1 / n`` (Zipf's law)."""
+        each = self.options.items // self.options.categories
+        place = np.exp(uniform * np.float32(np.log1p(each))).astype(np.int64) - 1
+        return np.asarray(np.clip(place, 0, each - 1) * self.options.categories + category)
+
+    def _numbers(self, split: str, row: Ints) -> Ints:
+        return row if split == "train" else row + self.options.rows
+
+    def _jobs(self, split: str, batch_size: int, shard: Shard, seed: int | None, epoch: int) -> Iterator[Callable[[], Batch]]:
+        """A job for each of this rank's batches."""
+        rows, window = self.rows(split), WINDOW * batch_size
+        for first in range(0, rows, window):
+            row = np.arange(first, min(first + window, rows))
+            if seed is not None:
+                row = permute(row, rows, Draws(seed).words("order", np.array([epoch])))
+            number = self._numbers(split, row)
+            sizes = [min(batch_size, row.size - at) for at in range(0, row.size, batch_size)]
+            shares = [[size * (r + 1) // shard.world - size * r // shard.world for r in range(shard.world)] for size in sizes]
+            for size, part in zip(sizes, self._dealt(number, shares)[shard.rank :: shard.world], strict=True):
+                yield partial(self._batch, part, size)
+
+    def _dealt(self, number: Ints, shares: list[list[int]]) -> list[Ints]:
+        """The rows of each batch and rank, batch by batch."""
+        sizes = [size for batch in shares for size in batch]
+        if self.options.balance == "none":
+            return np.split(number, np.cumsum(sizes)[:-1])
+        events = np.add.reduce([self._lengths(shape, number) for shape in self.options.sequences])
+        part = lpt(events.astype(np.float64), sizes)
+        return [number[part == i] for i in range(len(sizes))]
+
+    def _made(self, jobs: Iterator[Callable[[], Batch]]) -> Iterator[Batch]:
+        workers = self.options.workers
+        if not workers:
+            yield from ahead(jobs, None, 0)
+            return
+        with ThreadPoolExecutor(workers) as pool:
+            yield from ahead(jobs, pool, READY * workers)
+
+    def _batch(self, number: Ints, global_rows: int) -> Batch:
+        """Ids start at 1: row 0 of each table stays for unknown values."""
+        rows, count = self.columns(number), number.size
+        one_each = torch.arange(count + 1)
+        singles = {"item": rows.item, "category": rows.category, "user": rows.user}
+        ids = {name: Jagged(torch.from_numpy(values + 1), one_each, min(count, 1)) for name, values in singles.items()}
+        times, spans = {}, {}
+        for name in rows.lengths:
+            item, category, times[name], spans[name] = self._events(name, rows, number)
+            ids |= {f"{name}.item": Jagged(item, spans[name].offsets, spans[name].max_length)}
+            ids |= {f"{name}.category": Jagged(category, spans[name].offsets, spans[name].max_length)}
+        clicked = self._draw.uniform("click", number) < rows.click
+        return Batch(
+            rows=count,
+            ids=KeyedJagged.from_columns({key: ids[key] for key in self.schema().all_id_features()}, count),
+            labels={"ctr": torch.from_numpy(clicked.astype(np.float32))},
+            dense={f"number_{k + 1}": torch.from_numpy(rows.numbers[:, k : k + 1].astype(np.float32)) for k in range(self.options.numbers)},
+            event_dense={},
+            event_time=times,
+            event_offsets=spans,
+            masks={},
+            weights={},
+            time=torch.from_numpy(rows.time),
+            global_rows=global_rows,
+        )
+
+    def _events(self, name: str, rows: Rows, number: Ints) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Jagged]:
+        """Items, categories and times ``[events]`` of a sequence, oldest event first, and its offsets. One word of random bits an event."""
+        lengths = rows.lengths[name]
+        offsets = np.concatenate([[0], np.cumsum(lengths)])
+        row = np.repeat(np.arange(lengths.size), lengths)
+        later = offsets[1:][row] - np.arange(row.size)  # 1 for the newest event
+        with np.errstate(over="ignore"):
+            words = mix(self._draw.words(f"events {name}", number)[row] + later.astype(np.uint64) * GOLDEN)
+        low, middle = (words & np.uint64(0xFFFF)).astype(np.int64), (words >> np.uint64(16)) & np.uint64(0xFFFF)
+        follows = low < int(self.options.interest * 2**16)
+        category = np.where(follows, rows.interest[row], (middle.astype(np.int64) * self.options.categories) >> 16)
+        item = self._item((words >> np.uint64(64 - _BITS)).astype(np.float32) * np.float32(2.0**-_BITS), category)
+        pace = 60 + floor(unit(self._draw.words(f"pace {name}", number)) * 3540)
+        time = rows.time[row] - later * pace[row]
+        span = Jagged(torch.empty(0), torch.from_numpy(offsets), int(lengths.max(initial=0)))
+        return torch.from_numpy(item + 1), torch.from_numpy(category + 1), torch.from_numpy(time), span
+
+
+def load(**options: Any) -> Workload:
+    """The source for these options (``WorkloadOptions``)."""
+    return Workload(WorkloadOptions(**options))

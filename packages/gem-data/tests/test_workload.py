@@ -1,0 +1,199 @@
+"""The source ``workload``: rows alone, lengths by their law, balanced batches that account for every row, labels that histories explain."""
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from gem_core.batch import Batch
+from gem_core.spec import RequestError, Shard
+from gem_data.options import SequenceShape, WorkloadOptions
+from gem_data.score import ne
+from gem_data.sources.workload import WINDOW, Workload, load
+
+SHAPES = ({"name": "views", "lengths": "lognormal", "mean": 20.0, "longest": 90}, {"name": "buys", "lengths": "zipf", "longest": 40})
+SMALL: dict[str, Any] = {"rows": 700, "test_rows": 60, "items": 200, "categories": 5, "users": 30, "workers": 0, "sequences": SHAPES}
+
+
+def source(**options: Any) -> Workload:
+    return load(**{**SMALL, **options})
+
+
+def read(made: Workload, split: str = "train", **how: Any) -> list[Batch]:
+    return list(made.batches(split, **{"batch_size": 50, **how}))
+
+
+def rows_of(batches: Sequence[Batch]) -> Counter[tuple[Any, ...]]:
+    """Every row as plain values, counted: its ids, numbers, label, time, and its events."""
+    found: Counter[tuple[Any, ...]] = Counter()
+    for batch in batches:
+        for r in range(batch.rows):
+            events = []
+            for name, span in batch.event_offsets.items():
+                part = slice(int(span.offsets[r]), int(span.offsets[r + 1]))
+                columns = (batch.ids[f"{name}.item"].values, batch.ids[f"{name}.category"].values, batch.event_time[name])
+                events.append(tuple(tuple(column[part].tolist()) for column in columns))
+            single = tuple(int(batch.ids[key].values[r]) for key in ("item", "category", "user"))
+            assert batch.time is not None
+            found[single, float(batch.labels["ctr"][r]), int(batch.time[r]), float(batch.dense["number_1"][r, 0]), tuple(events)] += 1
+    return found
+
+
+def events_of(batch: Batch) -> int:
+    return sum(int(span.offsets[-1]) for span in batch.event_offsets.values())
+
+
+ALL = rows_of(read(source()))
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"batch_size": 7},
+        {"seed": 3, "epoch": 2},
+        {"seed": 3, "batch_size": 699},
+    ],
+)
+@pytest.mark.parametrize("options", [{}, {"balance": "lpt"}, {"balance": "lpt", "workers": 2}])
+def test_every_row_is_in_one_batch_whatever_their_order(options: dict[str, Any], how: dict[str, Any]) -> None:
+    batches = read(source(**options), **how)
+    assert rows_of(batches) == ALL
+    size = how.get("batch_size", 50)
+    assert [batch.rows for batch in batches] == [size] * (700 // size) + [700 % size] * (700 % size > 0)
+
+
+def test_the_order_depends_on_seed_and_epoch_and_not_on_workers() -> None:
+    first = read(source(), seed=1)
+    assert all(torch.equal(a.ids.values, b.ids.values) for a, b in zip(first, read(source(workers=3), seed=1), strict=True))
+    for other in ({"seed": 2}, {"seed": 1, "epoch": 1}):
+        assert not torch.equal(first[0].ids.values, read(source(), **other)[0].ids.values)
+
+
+@settings(max_examples=12, deadline=None, derandomize=True)
+@given(world=st.integers(1, 5), batch_size=st.integers(1, 120), start=st.integers(0, 9), balance=st.sampled_from(["none", "lpt"]))
+def test_ranks_share_each_global_batch_and_a_later_start_goes_on(world: int, batch_size: int, start: int, balance: str) -> None:
+    made = source(rows=200, balance=balance)
+    whole = [read(made, batch_size=batch_size, shard=Shard(rank=r, world=world), seed=1) for r in range(world)]
+    assert rows_of([batch for rank in whole for batch in rank]) == rows_of(read(made, batch_size=batch_size))
+    assert len({len(rank) for rank in whole}) == 1
+    for together in zip(*whole, strict=True):
+        assert sum(batch.rows for batch in together) == together[0].global_rows <= batch_size
+        assert max(batch.rows for batch in together) - min(batch.rows for batch in together) <= 1
+    later = read(made, batch_size=batch_size, shard=Shard(rank=0, world=world), seed=1, start=start)
+    assert rows_of(later) == rows_of(whole[0][start:])
+
+
+def test_balanced_batches_have_nearly_as_many_events() -> None:
+    options: dict[str, Any] = {"rows": 50 * WINDOW, "sequences": ({"name": "views", "mean": 200.0, "sigma": 1.2, "longest": 2000},)}
+    spread = [np.array([events_of(batch) for batch in read(source(balance=balance, **options))]) for balance in ("none", "lpt")]
+    assert spread[0].sum() == spread[1].sum()
+    plain, balanced = (counts.max() / counts.mean() - 1 for counts in spread)
+    assert plain > 0.1
+    assert balanced < 0.01
+
+
+@pytest.mark.parametrize(
+    ("shape", "mean", "most", "share_of_most"),
+    [
+        ({"lengths": "fixed", "longest": 7}, 7.0, 7, 1.0),
+        ({"lengths": "uniform", "shortest": 1, "longest": 1400}, 700.5, 1400, 1 / 1400),
+        ({"lengths": "zipf", "longest": 4096}, 969.0, 4096, 4096**-0.2),  # sum of n ** -0.2; P(n >= 4096)
+        ({"lengths": "lognormal", "mean": 100.0, "sigma": 0.5, "longest": 5000}, 100.0, 5000, 0.0),
+        ({"lengths": "lognormal", "mean": 100.0, "sigma": 0.0, "longest": 60}, 60.0, 60, 1.0),
+    ],
+)
+def test_lengths_follow_their_law(shape: dict[str, Any], mean: float, most: int, share_of_most: float) -> None:
+    made = source(sequences=({"name": "history", **shape},))
+    lengths = made.columns(np.arange(60_000)).lengths["history"]
+    assert lengths.min() >= shape.get("shortest", 0)
+    assert lengths.max() <= most
+    assert lengths.mean() == pytest.approx(mean, rel=0.02)
+    assert (lengths == most).mean() == pytest.approx(share_of_most, rel=0.05, abs=1e-3)
+
+
+def test_items_follow_zipf_and_events_the_interest() -> None:
+    made = source(rows=2000, interest=0.6)
+    (batch,) = read(made, batch_size=2000)
+    categories = batch.ids["views.category"].values.numpy() - 1
+    row = np.repeat(np.arange(2000), np.diff(batch.event_offsets["views"].offsets.numpy()))
+    interest = made.columns(np.arange(2000)).interest
+    assert (categories == interest[row]).mean() == pytest.approx(0.6 + 0.4 / 5, abs=0.01)
+    items = batch.ids["views.item"].values.numpy() - 1
+    assert np.array_equal(items % 5, categories)
+    counts = np.bincount(items // 5, minlength=40)
+    assert counts[0] / counts[1] == pytest.approx(np.log(2) / np.log(1.5), rel=0.1)  # each rank n has the weight of [n, n + 1]
+    assert int(batch.ids.values.min()) >= 1
+    for key, feature in made.schema().all_id_features().items():
+        assert int(batch.ids[key].values.max()) < feature.cardinality
+
+
+def test_events_are_in_order_and_before_the_row() -> None:
+    for batch in read(source(rows=100)):
+        for name, span in batch.event_offsets.items():
+            times, offsets = batch.event_time[name].numpy(), span.offsets.numpy()
+            assert batch.time is not None
+            for r in range(batch.rows):
+                mine = times[offsets[r] : offsets[r + 1]]
+                assert (np.diff(mine) > 0).all()
+                assert mine.size == 0 or mine[-1] < int(batch.time[r])
+
+
+def test_labels_can_be_learnt_from_histories_and_not_without() -> None:
+    made = source(rows=4000, test_rows=4000, sequences=({"name": "views", "mean": 40.0, "longest": 200},))
+    oracle = made.baselines()["oracle"]["ctr"]
+    assert oracle["ne"] < 0.85
+    (batch,) = read(made, batch_size=4000)
+    rows, label = made.columns(np.arange(4000)), batch.labels["ctr"].numpy().astype(np.float64)
+    assert ne(label, rows.click) == pytest.approx(oracle["ne"], abs=0.04)
+    row = np.repeat(np.arange(4000), rows.lengths["views"])
+    seen = np.zeros((4000, 5))
+    np.add.at(seen, (row, batch.ids["views.category"].values.numpy() - 1), 1)
+    shown = rows.lengths["views"] > 8
+    assert (seen.argmax(1) == rows.interest)[shown].mean() > 0.95
+    matches = shown & (seen.argmax(1) == rows.category)
+    assert label[matches].mean() > label[shown & ~matches].mean() + 0.2
+
+
+def test_splits_are_other_rows_and_the_ledger_counts_them() -> None:
+    made = source()
+    assert not set(rows_of(read(made, "test"))) & set(ALL)
+    assert made.ledger() == {"read": 760, "train": 700, "test": 60}
+    with pytest.raises(RequestError, match="the splits are train, test"):
+        made.rows("valid")
+
+
+@pytest.mark.parametrize("how", [{"batch_size": 0}, {"start": -1}, {"seed": -1}, {"shard": Shard(rank=2, world=2)}])
+def test_batches_that_cannot_be_are_refused_at_once(how: dict[str, Any]) -> None:
+    with pytest.raises(RequestError, match="a rank below the world size"):
+        source().batches("train", **{"batch_size": 5, **how})
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"items": 201}, "no multiple of categories"),
+        ({"sequences": ({"name": "a"}, {"name": "a"})}, "share a name: a, a"),
+        ({"sequences": ()}, "at least 1"),
+    ],
+)
+def test_options_that_do_not_fit_together_are_refused(options: dict[str, Any], match: str) -> None:
+    with pytest.raises(ValidationError, match=match):
+        WorkloadOptions(**{**SMALL, **options})
+
+
+def test_lengths_out_of_order_are_refused() -> None:
+    with pytest.raises(ValidationError, match="shortest = 9 is more than longest = 8"):
+        SequenceShape(shortest=9, longest=8)
+
+
+def test_rows_without_any_event_make_a_batch() -> None:
+    (batch,) = read(source(rows=3, sequences=({"name": "views", "lengths": "lognormal", "mean": 1e-9, "longest": 5},)))
+    assert events_of(batch) == 0
+    assert batch.event_offsets["views"].max_length == 0
+    batch.check_labels()
