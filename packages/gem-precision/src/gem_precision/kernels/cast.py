@@ -18,6 +18,8 @@ from gem_core.spec import RequestError
 from gem_precision.kernels.language import BLOCK, QUARTER, inverse_scale, magnitude, scale, store_both
 
 SIDE = int(BLOCK)
+MAXNREG = 128
+"""Registers a thread at most, so that two programs of eight warps fit a multiprocessor and one loads while the other stores."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +114,7 @@ def cast_both(x: Tensor) -> Both:
     both = Both.empty(rows, columns, x.device)
     if x.numel():
         padded = both.along.elements.shape[0]
-        cast_both_kernel[(padded // SIDE * (columns // SIDE),)](x, x.stride(0), rows, columns, padded, *both.words(), num_warps=8)
+        cast_both_kernel[(padded // SIDE * (columns // SIDE),)](x, x.stride(0), rows, columns, padded, *both.words(), num_warps=8, maxnreg=MAXNREG)
     return both
 
 

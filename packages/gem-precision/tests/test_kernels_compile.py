@@ -1,0 +1,103 @@
+"""The native kernels compile for Hopper without a GPU, and come out as meant: FP8 tensor cores, bulk copies, wide accesses, registers that fit."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("triton")
+
+CODE = """
+import json, os, re, subprocess, sys, tempfile
+os.environ.pop("TRITON_INTERPRET", None)
+from importlib import import_module
+from pathlib import Path
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+TYPES = dict(x="*bf16", dy="*bf16", dx="*bf16", out="*fp8e4nv", turned="*i32", eps="fp32", left="tensordesc<fp8e4nv[128, 128]>",
+             right="tensordesc<fp8e4nv[128, 128]>")
+NUMBERS = "rows columns padded stride x_stride dy_stride chunks blocks share".split()
+
+def build(module, kernel, constants, types, limit):
+    fn = getattr(import_module("gem_precision.kernels." + module), kernel)
+    known = {**TYPES, **{name: "i32" for name in NUMBERS}, **types}
+    signature = {name: "constexpr" if name in constants else known.get(name, "*fp32") for name in fn.arg_names}
+    fixed = {(fn.arg_names.index(name),): value for name, value in constants.items()}
+    # what a launch finds out: pointers and widths are multiples of 16, the number of rows need not be
+    even = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(fn.arg_names)
+            if name in signature and signature[name].startswith(("*", "i32")) and name != "rows"}
+    options = dict(num_warps=8, num_stages=4, **({"maxnreg": limit} if limit else {}))
+    made = triton.compile(ASTSource(fn=fn, signature=signature, constexprs=fixed, attrs=even), target=GPUTarget("cuda", 90, 32), options=options)
+    ptx = made.asm["ptx"]
+    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder, "kernel.ptx")
+        source.write_text(ptx)
+        told = subprocess.run([tools / "ptxas", "-v", "--gpu-name=sm_90a", source, "-o", Path(folder, "cubin")], capture_output=True, text=True)
+    word = told.stderr
+    return dict(
+        shared=made.metadata.shared, ptx=ptx, warnings=re.findall(r"warning.*|.*C75\\d\\d.*", word),
+        registers=int(re.search(r"Used (\\d+) registers", word)[1]), spilled=int(re.search(r"(\\d+) bytes spill stores", word)[1]))
+
+print(json.dumps([build(*request) for request in json.loads(sys.argv[1])]))
+"""
+
+
+def build(*requests):
+    done = subprocess.run([sys.executable, "-c", CODE, json.dumps(requests)], capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    built = json.loads(done.stdout)
+    assert all(not kernel["warnings"] for kernel in built), [kernel["warnings"] for kernel in built]
+    return built
+
+
+def accesses(kernel, kind):
+    """The widths of a kernel's accesses, such as ``v4.b32``."""
+    found = [line.split(kind, 1)[1].split()[0] for line in kernel["ptx"].splitlines() if kind in line]
+    return {word.removeprefix(".") for word in found}
+
+
+@pytest.mark.slow
+def test_casts_read_and_write_wide_and_exchange_no_single_bytes():
+    both, weight = build(("cast", "cast_both_kernel", {}, {}, 128), ("cast", "cast_weight_kernel", {}, {"turned": "*fp8e4nv", "x": "*fp32"}, None))
+    assert accesses(both, "ld.global") == {"v4.b32"}
+    assert accesses(both, "st.global") == {"v4.b32", "b32"}  # elements, and scales
+    assert not {word for word in accesses(both, "st.shared") if word.endswith("b8")}
+    assert both["ptx"].count("cvt.rn.satfinite.e4m3x2") == 2 * 64 // 2  # 64 elements a thread, twice, two at a time
+    assert (both["registers"] <= 128, both["spilled"]) == (True, 0)
+    assert weight["spilled"] == 0
+
+
+@pytest.mark.slow
+def test_products_use_fp8_tensor_cores_and_bulk_copies():
+    square, rows = build(*(("product", "product_kernel", {"SQUARE": square}, {"out": "*fp32"}, None) for square in (True, False)))
+    for kernel in (square, rows):
+        assert "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3" in kernel["ptx"]
+        assert "cp.async.bulk.tensor" in kernel["ptx"]
+        assert kernel["spilled"] == 0
+        assert kernel["shared"] <= 227 * 1024
+    assert square["registers"] <= 168
+
+
+@pytest.mark.slow
+def test_fused_kernels_leave_room_for_two_programs_a_multiprocessor():
+    kernels = build(
+        ("norm", "norm_kernel", {"LAYER": True}, {}, 128),
+        ("activation", "activation_kernel", {"NAME": "gelu", "GRAD": True}, {}, 128),
+        ("activation", "activation_kernel", {"NAME": "silu", "GRAD": False}, {}, 128),
+    )
+    for kernel in kernels:
+        assert accesses(kernel, "ld.global") <= {"v4.b32", "b32"}
+        assert not {word for word in accesses(kernel, "st.shared") if word.endswith("b8")}
+        assert kernel["registers"] <= 128
+        assert kernel["spilled"] <= 256  # a layer norm and the exact GELU want a few more registers
+
+
+@pytest.mark.slow
+def test_the_gradient_of_a_norm_fits_at_every_width():
+    constants = ({"LAYER": True, "ROWS": max(1, 16 * 512 // width), "WIDTH": width} for width in (128, 4096))
+    for kernel in build(*(("norm", "norm_grad_kernel", fixed, {}, None) for fixed in constants)):
+        assert kernel["spilled"] == 0
