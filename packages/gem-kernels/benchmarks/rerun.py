@@ -1,0 +1,213 @@
+"""Everything of this package that waits for a GPU, in one command: tests and memory checks side by side, then timings one by one.
+
+    python3 packages/gem-kernels/benchmarks/rerun.py OUT [--parts 'bench-*'] [--minutes 9] [--jobs 8] [--again] [--list]
+
+Each part is a program of its own with a time limit and a log ``OUT/PART.log``; a part that fails stops no other. ``OUT/summary.json`` says what
+became of each; parts that are ``ok`` there are not repeated, so the command goes on where it was cut off. Ends with 1 if a part failed, ran out of
+time or was left out for lack of it.
+"""
+
+import argparse
+import datetime
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+HERE = Path(__file__).parent
+GPU = HERE.parent / "tests" / "gpu"
+SHARE = 0.6
+"""Part of the time that tests and memory checks get; what is left is for timings."""
+NO_SANITIZER = "compute-sanitizer is not on PATH"
+MOVERS = ("jagged_concat", "jagged_split", "jagged_pad", "jagged_unpad", "jagged_dense_bmm_add")
+PORTABLE = ("BlockAttention", "HstuAttention", "HstuAttentionGluon", "PooledAttention", "NormLinear", "AddNorm", "GatedResidual", "Pffn", "Jagged")
+
+
+@dataclass(frozen=True)
+class Part:
+    """One program.
+
+    Args:
+        name: what it is called by, and its log.
+        command: the program and its words; ``OUT`` in a word stands for the folder of results.
+        limit: seconds.
+        alone: it times something, so that nothing else may run on the GPU.
+        environment: variables that it gets beside those of this program.
+    """
+
+    name: str
+    command: tuple[str, ...]
+    limit: int = 240
+    alone: bool = False
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+def _tests(name: str, file: str, only: str = "", **environment: str) -> Part:
+    words = ("-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", str(GPU / file))
+    return Part(f"test-{name}", (sys.executable, *words, *(("-k", only) if only else ())), environment=environment)
+
+
+def _cli(name: str, *words: str, limit: int = 60, **environment: str) -> Part:
+    return Part(name, (sys.executable, "-m", "gem_core", "kernels", *words), limit, alone=True, environment=environment)
+
+
+def tests() -> list[Part]:
+    """Those of the largest suites by dtype, so that all take about as long; what is drawn has no dtype in its name."""
+    suites = {
+        "JaggedAttentionTriton": ("test_gpu_attention.py", ("bf16", "fp16", "fp32")),
+        "JaggedAttentionGluon": ("test_gpu_attention.py", ("bf16", "fp16")),
+        "GdpaGluon": ("test_gpu_attention.py", ("bf16", "fp16")),
+        "GdpaTriton": ("test_gpu_conformance.py", ("bf16", "fp16", "fp32")),
+    }
+    found = [_tests(f"{kind}-{dtype}", file, f"{kind} and {dtype}") for kind, (file, dtypes) in suites.items() for dtype in dtypes]
+    found += [_tests(f"{kind}-drawn", file, f"{kind} and not ({' or '.join(dtypes)})") for kind, (file, dtypes) in suites.items()]
+    found += [_tests("Sdpa", "test_gpu_conformance.py", "Sdpa")]
+    # "HstuAttention" is also the beginning of the name of the Gluon suite.
+    found += [_tests(kind, "test_gpu_conformance_portable.py", f"Test{kind} and not Test{kind}Gluon") for kind in PORTABLE]
+    found += [_tests(name, "test_gpu_adapters.py", name) for name in ("Varlen", "Flex")]
+    files = ("attention_ops", "block_attention", "hstu_attention", "launcher", "norm_linear", "portable_attention")
+    found += [_tests(name, f"test_gpu_{name}.py") for name in files]
+    direct = {"GEM_DIRECT_LAUNCH": "1", "GEM_CHECK": "full"}
+    return [
+        *found,
+        *(_tests(f"direct-{kind}", "test_gpu_conformance_portable.py", f"Test{kind}", **direct) for kind in ("NormLinear", "AddNorm", "Pffn")),
+    ]
+
+
+def timings() -> list[Part]:
+    """The most wanted first."""
+    bench = ("bench", "--csv", "OUT/bench.csv")
+    host = Part("host-time", (sys.executable, str(HERE / "host_time.py"), "--csv", "OUT/host.csv"), 90, alone=True)
+    ops = ("add_norm", "gated_residual", "block_attention", "pooled_attention", "pffn", "hstu_attention", *MOVERS)
+    adapters = [word for name in ("varlen", "flex", "fa4") for word in ("--backend", name)]
+    return [
+        host,
+        *(_cli(f"bench-{op}", *bench, "--op", op) for op in ops),
+        _cli("bench-adapters", *bench, "--op", "jagged_attention", *adapters, limit=90),
+        _cli("tune-gdpa", "tune", "--op", "gdpa", "--shape", "self-L256", limit=120, GEM_KERNELS_HOME="OUT/tuned"),
+    ]
+
+
+def every_part() -> list[Part]:
+    from gem_kernels.bench.shapes import SHAPES_OF
+
+    checked = [Part(f"memcheck-{op}", (sys.executable, str(HERE / "memcheck.py"), "--op", op, "--jobs", "1")) for op in SHAPES_OF]
+    return [*tests(), *checked, *timings()]
+
+
+class Summary:
+    """``summary.json`` of a folder, written anew after each part."""
+
+    def __init__(self, out: Path) -> None:
+        self.file, self.lock = out / "summary.json", Lock()
+        self.parts: dict[str, Any] = json.loads(self.file.read_text())["parts"] if self.file.exists() else {}
+
+    def add(self, name: str, **found: Any) -> None:
+        with self.lock:
+            self.parts[name] = {"date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), **found}
+            draft = self.file.with_suffix(".part")
+            draft.write_text(json.dumps({"versions": _versions(), "parts": self.parts}, indent=1) + "\n")
+            draft.replace(self.file)
+
+    def done(self, name: str) -> bool:
+        return bool(self.parts.get(name, {}).get("state") == "ok")
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in ("torch", "triton", "gem-kernels"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "not installed"
+    return found
+
+
+def run_part(part: Part, out: Path, seconds: float) -> dict[str, Any]:
+    """State, exit code and seconds of one part, which gets ``seconds`` at most."""
+    start, log = time.monotonic(), out / f"{part.name}.log"
+    limit = min(part.limit, seconds)
+    if limit < 1:
+        return {"state": "left out", "why": "no time was left"}
+    words = [word.replace("OUT", str(out), 1) if word.startswith("OUT") else word for word in part.command]
+    extra = {name: value.replace("OUT", str(out), 1) if value.startswith("OUT") else value for name, value in part.environment.items()}
+    with log.open("w") as file:
+        program = subprocess.Popen(words, stdout=file, stderr=subprocess.STDOUT, env={**os.environ, **extra}, start_new_session=True)
+        try:
+            code = program.wait(limit)
+        except subprocess.TimeoutExpired:
+            return {"state": "timeout", "limit": round(limit), "seconds": round(time.monotonic() - start, 1)}
+        finally:
+            with suppress(ProcessLookupError):  # all of its session is gone
+                os.killpg(program.pid, signal.SIGKILL)
+            program.wait()
+    absent = code != 0 and NO_SANITIZER in log.read_text(errors="replace")
+    state = "absent" if absent else "ok" if code == 0 else "failed"
+    return {"state": state, "exit": code, "seconds": round(time.monotonic() - start, 1)}
+
+
+def run(parts: Iterable[Part], out: Path, *, minutes: float = 9, jobs: int = 8, again: bool = False) -> list[str]:
+    """Run the parts and return the names of those that are not ``ok`` (nor ``absent``: a tool that this machine lacks).
+
+    Args:
+        parts: those that are not ``alone`` run side by side, the others after them.
+        out: folder of logs, figures and the summary.
+        minutes: for all; the ``alone`` ones get at least what ``SHARE`` leaves of them.
+        jobs: parts at once.
+        again: repeat what is ``ok``.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    summary, start = Summary(out), time.monotonic()
+    wanted = list(parts)
+    todo = [part for part in wanted if again or not summary.done(part.name)]
+
+    def one(part: Part, until: float) -> None:
+        found = run_part(part, out, until - time.monotonic())
+        summary.add(part.name, **found)
+        print(f"{part.name:32} {found['state']:9} {found.get('seconds', '')!s:>7}", flush=True)
+        if found["state"] == "failed":
+            print("    " + "\n    ".join((out / f"{part.name}.log").read_text(errors="replace").splitlines()[-15:]), flush=True)
+
+    end = start + 60 * minutes
+    alone = [part for part in todo if part.alone]
+    with ThreadPoolExecutor(jobs) as pool:
+        until = start + 60 * minutes * SHARE if alone else end
+        list(pool.map(lambda part: one(part, until), [part for part in todo if not part.alone]))
+    for part in alone:
+        one(part, end)
+    return [part.name for part in wanted if summary.parts[part.name]["state"] not in ("ok", "absent")]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path, help="folder of logs, figures and the summary")
+    parser.add_argument("--parts", action="append", help="only parts whose name this pattern matches; may be repeated")
+    parser.add_argument("--minutes", type=float, default=9.0, help="for the whole run")
+    parser.add_argument("--jobs", type=int, default=8, help="tests and memory checks at once")
+    parser.add_argument("--again", action="store_true", help="repeat parts that are ok")
+    parser.add_argument("--list", action="store_true", help="only name the parts")
+    options = parser.parse_args()
+    known = every_part()
+    parts = [part for part in known if not options.parts or any(fnmatchcase(part.name, pattern) for pattern in options.parts)]
+    if not parts:
+        sys.exit(f"no part is called {' or '.join(options.parts)}; known: {', '.join(part.name for part in known)}")
+    if options.list:
+        print("\n".join(part.name for part in parts))
+        return
+    bad = run(parts, options.out.resolve(), minutes=options.minutes, jobs=options.jobs, again=options.again)
+    sys.exit(f"not ok: {', '.join(bad)}" if bad else 0)
+
+
+if __name__ == "__main__":
+    main()

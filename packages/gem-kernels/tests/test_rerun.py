@@ -1,0 +1,116 @@
+"""The command that reruns everything on a GPU, on parts that need none."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import time
+from glob import glob
+from pathlib import Path
+from shutil import which
+
+import pytest
+
+from gem_kernels.bench.shapes import SHAPES_OF
+
+FILE = Path(__file__).parents[1] / "benchmarks" / "rerun.py"
+spec = importlib.util.spec_from_file_location("gem_kernels_rerun", FILE)
+rerun = importlib.util.module_from_spec(spec)
+sys.modules[spec.name] = rerun  # dataclasses look their module up
+spec.loader.exec_module(rerun)
+
+
+def part(name, code, **options):
+    return rerun.Part(name, (sys.executable, "-c", code, "OUT"), **options)
+
+
+def states(out):
+    return {name: found["state"] for name, found in json.loads((out / "summary.json").read_text())["parts"].items()}
+
+
+PARTS = [
+    part("fine", "import sys, pathlib; pathlib.Path(sys.argv[1], 'seen').touch()"),
+    part("wrong", "print('what went wrong'); raise SystemExit(3)"),
+    part("slow", "import time; time.sleep(60)", limit=1),
+    part("tool", f"raise SystemExit({rerun.NO_SANITIZER!r})"),
+    part("timed", "print('figures')", alone=True),
+]
+
+
+def test_what_fails_stops_nothing_and_the_summary_says_all(tmp_path, capsys):
+    out = tmp_path / "new" / "folder"
+    start = time.monotonic()
+    assert rerun.run(PARTS, out, jobs=2) == ["wrong", "slow"]
+    assert time.monotonic() - start < 30
+    assert states(out) == {"fine": "ok", "wrong": "failed", "slow": "timeout", "tool": "absent", "timed": "ok"}
+    assert (out / "seen").exists()
+    assert (out / "timed.log").read_text() == "figures\n"
+    assert json.loads((out / "summary.json").read_text())["parts"]["wrong"]["exit"] == 3
+    assert "what went wrong" in capsys.readouterr().out
+
+
+def test_a_second_run_repeats_what_is_not_ok(tmp_path):
+    first = [part("a", "pass"), part("b", "raise SystemExit(1)"), part("c", "pass", alone=True)]
+    assert rerun.run(first, tmp_path) == ["b"]
+    mended = [part("a", "raise SystemExit(1)"), part("b", "pass"), part("c", "raise SystemExit(1)", alone=True)]
+    assert rerun.run(mended, tmp_path) == []
+    assert rerun.run(mended, tmp_path, again=True) == ["a", "c"]
+
+
+def test_timings_keep_time_and_run_alone(tmp_path):
+    tests = [part(f"test-{i}", "import time; time.sleep(60)") for i in range(3)]
+    busy = "import os, sys; os.path.exists(sys.argv[1] + '/busy') and sys.exit(1); open(sys.argv[1] + '/busy', 'w'); os.remove(sys.argv[1] + '/busy')"
+    timed = [part(f"timed-{i}", busy, alone=True) for i in range(3)]
+    assert rerun.run([*timed, *tests], tmp_path, minutes=0.1, jobs=2) == ["test-0", "test-1", "test-2"]
+    assert states(tmp_path) == {"test-0": "timeout", "test-1": "timeout", "test-2": "left out", **{f"timed-{i}": "ok" for i in range(3)}}
+
+
+@pytest.mark.parametrize("last", ["import time; time.sleep(60)", "raise SystemExit(1)"], ids=["timeout", "failed"])
+def test_what_a_part_has_started_ends_with_it(tmp_path, last):
+    code = "import subprocess, sys; print(subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']).pid, flush=True)"
+    rerun.run([part("parent", f"{code}; {last}", limit=2)], tmp_path)
+    child = Path("/proc", (tmp_path / "parent.log").read_text().split()[0])
+    for _ in range(50):
+        if not child.exists() or (child / "stat").read_text().split()[2] == "Z":
+            return
+        time.sleep(0.1)
+    os.kill(int(child.name), 9)
+    raise AssertionError("the child outlived its part")
+
+
+def test_words_and_variables_name_the_folder(tmp_path):
+    code = "import os, sys; print(sys.argv[1], os.environ['PLACE'])"
+    rerun.run([rerun.Part("p", (sys.executable, "-c", code, "OUT/x"), environment={"PLACE": "OUT/y"})], tmp_path)
+    assert (tmp_path / "p.log").read_text() == f"{tmp_path}/x {tmp_path}/y\n"
+
+
+def test_every_op_is_checked_and_those_without_figures_are_timed():
+    parts = {p.name: p for p in rerun.every_part()}
+    assert len(parts) == len(rerun.every_part())
+    assert {f"memcheck-{op}" for op in SHAPES_OF} <= set(parts)
+    assert {"host-time", "bench-pffn", "bench-add_norm", "bench-gated_residual", "bench-adapters", "tune-gdpa"} <= {
+        n for n, p in parts.items() if p.alone
+    }
+    named = [word for p in parts.values() for word in p.command if word.endswith(".py")]
+    assert all(Path(word).exists() for word in named)
+    assert {Path(word).name for word in named} >= {file.name for file in (FILE.parents[1] / "tests" / "gpu").glob("test_*.py")}
+
+
+def command(*words):
+    return subprocess.run([sys.executable, FILE, *map(str, words)], capture_output=True, text=True, timeout=60)
+
+
+def test_the_command_lists_what_a_pattern_matches(tmp_path):
+    done = command(tmp_path, "--list", "--parts", "memcheck-g*")
+    assert (done.returncode, done.stdout.split()) == (0, ["memcheck-gdpa", "memcheck-gated_residual"])
+    done = command(tmp_path, "--parts", "nothing-*")
+    assert done.returncode == 1
+    assert "no part is called nothing-*; known: test-" in done.stderr
+
+
+@pytest.mark.skipif(bool(which("compute-sanitizer") or glob("/usr/local/cuda*/bin/compute-sanitizer")), reason="compute-sanitizer is here")
+def test_a_missing_tool_is_named_and_no_failure(tmp_path):
+    done = command(tmp_path, "--parts", "memcheck-gdpa")
+    assert done.returncode == 0, done.stderr
+    assert states(tmp_path) == {"memcheck-gdpa": "absent"}
