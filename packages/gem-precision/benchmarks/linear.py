@@ -1,0 +1,314 @@
+"""Native ``fp8_block`` on a Hopper GPU: are its numbers right, and how fast are its casts, its products and whole layers beside bfloat16.
+
+    python packages/gem-precision/benchmarks/linear.py --json packages/gem-precision/benchmarks/results/h200-linear.json
+
+Right comes first: each check prints its error and whether it holds, and the command ends with exit code 1 if one does not. Timings follow anyway.
+They are medians of CUDA events; ways that are compared alternate. TB/s count the bytes that a pass has to read and write, beside a copy of as many;
+TFLOP/s count real products. A step is forward and backward, with the cast of the weight, which an optimiser changes in each step.
+"""
+
+import argparse
+import datetime
+import json
+import statistics
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from gem_precision.formats import fake_quantize, find_format
+from gem_precision.kernels.activation import activation_both
+from gem_precision.kernels.cast import Both, cast_both, cast_weight
+from gem_precision.kernels.layers import mlp, norm_linear
+from gem_precision.kernels.norm import norm_both
+from gem_precision.kernels.product import choose, library_reasons, product
+from gem_precision.linear import lower
+from gem_precision.native import native_linear
+from gem_precision.presets import PRESETS
+
+DEVICE = "cuda"
+ROUNDS = 9
+CHECKED = ((1, 128, 128), (200, 128, 128), (1000, 384, 640), (4096, 512, 512), (4096, 512, 2048), (4096, 1024, 4096), (4096, 4096, 1024))
+"""Rows, inputs, outputs: of these the first two have scales that the library could take for scales of rows."""
+TIMED = ((1 << 19, 1024, 4096), (1 << 19, 4096, 1024), (1 << 20, 512, 512), (1 << 19, 512, 2048), (1 << 19, 1024, 1024))
+FUSED = ((1 << 19, 1024, 4096), (1 << 20, 512, 512), (1 << 19, 512, 2048))
+"""Of a norm before a linear layer, and of two layers with an activation between them, where outputs are the hidden width."""
+Ways = dict[str, Callable[[], Any]]
+
+
+# ---- right
+
+
+def error(got: Tensor, wanted: Tensor) -> float:
+    """Relative, of the whole tensor: a scale or an element in a wrong place gives about 1."""
+    difference, size = (got.double() - wanted.double()).norm(), wanted.double().norm()
+    return float(difference / size) if size else float(difference)
+
+
+def spread(rows: int, columns: int, seed: int) -> Tensor:
+    """Values whose size differs from block to block."""
+    generator = torch.Generator(DEVICE).manual_seed(seed)
+    factors = torch.logspace(-2, 2, columns // 128, device=DEVICE).repeat_interleave(128)
+    return torch.randn(rows, columns, device=DEVICE, generator=generator) * factors
+
+
+def cast_errors(rows: int, wide_in: int) -> dict[str, float]:
+    """0, or the kernels do not round as the formats do."""
+    x = spread(rows, wide_in, 1).bfloat16()
+    full = torch.zeros(-(-rows // 128) * 128, wide_in, device=DEVICE)
+    full[:rows] = x
+    row, square = find_format("fp8_e4m3_1x128"), find_format("fp8_e4m3_128x128")
+    both, weight = cast_both(x), cast_weight(full)
+    return {
+        "cast along rows": error(both.along.dequantize(), fake_quantize(full, row)),
+        "cast along columns": error(both.turned.dequantize(), fake_quantize(full.T.contiguous(), row)),
+        "cast of a weight": error(weight.along.dequantize(), fake_quantize(full, square)),
+        "cast of a weight, turned": error(weight.turned.dequantize().T, fake_quantize(full, square)),
+    }
+
+
+def product_errors(rows: int, wide_in: int, wide_out: int) -> dict[str, float]:
+    """Both ways, of the forward product and of the weight gradient."""
+    x, grad, w = cast_both(spread(rows, wide_in, 1)), cast_both(spread(rows, wide_out, 2)), cast_weight(spread(wide_out, wide_in, 3))
+    found = {}
+    for name, left, right in (("forward", x.along, w.along), ("weight gradient", grad.turned, x.turned)):
+        (m, k), n = left.elements.shape, right.elements.shape[0]
+        wanted = left.dequantize().double() @ right.dequantize().double().T
+        for way in ("own", "library"):
+            if way == "own" or not library_reasons(m, n, k, right.square):
+                found[f"{name}, {way}"] = error(product(left, right, torch.float32, way), wanted)
+    return found
+
+
+def layer_errors(rows: int, wide_in: int, wide_out: int) -> dict[str, float]:
+    """A native layer beside the emulated one."""
+    native, emulated = (nn.Linear(wide_in, wide_out, device=DEVICE) for _ in range(2))
+    emulated.load_state_dict(native.state_dict())
+    rule = PRESETS["fp8_block"].rule()
+    lower(native, rule, native_linear)
+    lower(emulated, rule)
+    results = []
+    for layer in (native, emulated):
+        x = spread(rows, wide_in, 4).requires_grad_()
+        out = layer(x)
+        out.backward(spread(rows, wide_out, 5))
+        results.append((out.detach(), x.grad, layer.weight.grad))
+    return {f"layer, {name}": error(got, wanted) for name, got, wanted in zip(("output", "input gradient", "weight gradient"), *results, strict=True)}
+
+
+def fused_errors(rows: int, wide_in: int, wide_out: int) -> dict[str, float]:
+    """Operands of a norm and of activations beside the same in float64, rounded."""
+    x, dy, row = spread(rows, wide_in, 6), spread(rows, wide_in, 7), find_format("fp8_e4m3_1x128")
+    gamma = torch.rand(wide_in, device=DEVICE) + 0.5
+    leaf = x.double().requires_grad_()
+    F.gelu(leaf).backward(dy.double())
+    made = {
+        "norm": (norm_both(x, gamma)[0], F.rms_norm(x.double(), (wide_in,), gamma.double(), 1e-5)),
+        "activation": (activation_both(x, "gelu"), F.gelu(x.double())),
+        "gradient of an activation": (activation_both(x, "gelu", dy), leaf.grad),
+    }
+    return {name: error(both.along.dequantize()[:rows], fake_quantize(wanted.float(), row)) for name, (both, wanted) in made.items()}
+
+
+LIMITS = {"cast": 0.0, "forward": 1e-3, "weight gradient": 1e-3, "layer": 5e-3, "norm": 1e-2, "activation": 1e-2, "gradient": 1e-2}
+"""By the first word or words of a check. A tensor core keeps about 14 bits while it sums; outputs of layers are bfloat16; a last bit of float32 may
+decide how a fused operand rounds."""
+
+
+def checks() -> list[dict[str, Any]]:
+    records = []
+    for rows, wide_in, wide_out in CHECKED:
+        shape = f"{rows}x{wide_in}x{wide_out}"
+        found: dict[str, Any] = {}
+        for part in (
+            lambda r=rows, i=wide_in: cast_errors(r, i),
+            lambda s=(rows, wide_in, wide_out): product_errors(*s),
+            lambda s=(rows, wide_in, wide_out): layer_errors(*s),
+            lambda s=(rows, wide_in, wide_out): fused_errors(*s),
+        ):
+            try:
+                found |= part()
+            except Exception as failure:  # the next shape may still tell something, and time on the device is short
+                found[f"failed: {failure!r:.300}"] = float("inf")
+        for what, value in found.items():
+            limit = next((limit for word, limit in LIMITS.items() if what.startswith(word)), 0.0)
+            records.append({"shape": shape, "check": what, "error": value, "limit": limit, "holds": value <= limit})
+            if not value <= limit:
+                print(f"WRONG {shape}: {what}: {value:.2e} > {limit:.0e}", flush=True)
+    print(f"{sum(r['holds'] for r in records)} of {len(records)} checks hold", flush=True)
+    return records
+
+
+# ---- fast
+
+
+def medians(ways: Ways) -> dict[str, float]:
+    """Milliseconds of each way, alternating, after two rounds that do not count."""
+    taken: dict[str, list[float]] = {name: [] for name in ways}
+    for turn in range(ROUNDS + 2):
+        for name, way in ways.items():
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            way()
+            end.record()
+            end.synchronize()
+            if turn >= 2:
+                taken[name].append(begin.elapsed_time(end))
+    return {name: statistics.median(times) for name, times in taken.items()}
+
+
+def random(*sizes: int) -> Tensor:
+    return torch.randn(*sizes, device=DEVICE, dtype=torch.bfloat16)
+
+
+def passes(rows: int, columns: int) -> list[dict[str, Any]]:
+    """Casts alone and fused, beside a copy of the bytes that a cast moves: two read, two written an element."""
+    x, dy = random(rows, columns), random(rows, columns)
+    target, gamma = torch.empty_like(x), torch.ones(columns, device=DEVICE)
+    moved = 4 * rows * columns
+    ways: Ways = {
+        "copy": lambda: target.copy_(x),
+        "cast": lambda: cast_both(x),
+        "RMS norm and cast": lambda: norm_both(x, gamma),
+        "layer norm and cast": lambda: norm_both(x, gamma, gamma),
+        "SiLU and cast": lambda: activation_both(x, "silu"),
+        "GELU and cast": lambda: activation_both(x, "gelu"),
+        "gradient of SiLU and cast": lambda: activation_both(x, "silu", dy),
+    }
+    times = medians(ways)
+    records = []
+    for name, ms in times.items():
+        bytes_moved = moved * 3 // 2 if name.startswith("gradient") else moved
+        share = bytes_moved / moved * times["copy"] / ms
+        records.append({"what": name, "ms": ms, "tb_a_second": bytes_moved / ms / 1e9, "of_a_copy": share})
+    return records
+
+
+def products(rows: int, wide_in: int, wide_out: int) -> list[dict[str, Any]]:
+    """The three products of a layer, each way, beside bfloat16."""
+    x, grad, w = random(rows, wide_in), random(rows, wide_out), random(wide_out, wide_in)
+    low_x, low_grad, low_w = cast_both(x), cast_both(grad), cast_weight(w)
+    kinds = {
+        "forward": (low_x.along, low_w.along, torch.bfloat16, lambda: x @ w.T),
+        "input gradient": (low_grad.along, low_w.turned, torch.bfloat16, lambda: grad @ w),
+        "weight gradient": (low_grad.turned, low_x.turned, torch.float32, lambda: grad.T @ x),
+    }
+    records = []
+    for kind, (left, right, dtype, plain) in kinds.items():
+        (m, k), n = left.elements.shape, right.elements.shape[0]
+        ways: Ways = {"bf16": plain, "own": lambda a=left, b=right, d=dtype: product(a, b, d, "own")}
+        if not library_reasons(m, n, k, right.square):
+            ways["library"] = lambda a=left, b=right, d=dtype: product(a, b, d, "library")
+        times = medians(ways)
+        for name, ms in times.items():
+            chosen = name == choose(m, n, k, right.square)
+            tflops = 2 * rows * wide_in * wide_out / ms / 1e9
+            records.append({"what": f"{kind}, {name}", "ms": ms, "tflops": tflops, "over_bf16": times["bf16"] / ms, "chosen": chosen})
+    return records
+
+
+def backward(out: Tensor, grad: Tensor, *leaves: Tensor) -> None:
+    out.backward(grad)
+    for leaf in leaves:
+        leaf.grad = None
+
+
+def step(layer: nn.Linear, x: Tensor, grad: Tensor) -> None:
+    with torch.no_grad():
+        layer.weight.add_(0)  # as an optimiser does: the cast of the weight is not kept
+    with torch.autocast(DEVICE, dtype=torch.bfloat16):
+        out = layer(x)
+    backward(out, grad, x, layer.weight)
+
+
+def layers(rows: int, wide_in: int, wide_out: int) -> list[dict[str, Any]]:
+    """A linear layer, forward and backward."""
+    x, grad = random(rows, wide_in).requires_grad_(), random(rows, wide_out)
+    plain, low = (nn.Linear(wide_in, wide_out, bias=False, device=DEVICE) for _ in range(2))
+    lower(low, PRESETS["fp8_block"].rule(), native_linear)
+    times = medians({"bf16": lambda: step(plain, x, grad), "fp8_block": lambda: step(low, x, grad)})
+    return beside_bf16("linear", times, 6 * rows * wide_in * wide_out)
+
+
+def fused(rows: int, wide_in: int, wide_out: int) -> list[dict[str, Any]]:
+    """RMS norm and linear layer; and two layers with SiLU between them. Beside bfloat16, compiled by torch."""
+    x, grad, wide_grad = random(rows, wide_in).requires_grad_(), random(rows, wide_in), random(rows, wide_out)
+    first, second = (torch.randn(*size, device=DEVICE).div_(32).requires_grad_() for size in ((wide_out, wide_in), (wide_in, wide_out)))
+    gamma = torch.ones(wide_in, device=DEVICE, requires_grad=True)
+
+    @torch.compile(dynamic=False)
+    def plain_norm(x: Tensor, w: Tensor, gamma: Tensor) -> Tensor:
+        return F.rms_norm(x, (wide_in,), gamma.bfloat16(), 1e-5) @ w.bfloat16().T
+
+    @torch.compile(dynamic=False)
+    def plain_mlp(x: Tensor, first: Tensor, second: Tensor) -> Tensor:
+        return F.silu(x @ first.bfloat16().T) @ second.bfloat16().T
+
+    def both() -> tuple[Both, Both]:
+        return cast_weight(first.detach()), cast_weight(second.detach())
+
+    leaves = (x, first, second, gamma)
+    norms = medians(
+        {
+            "bf16": lambda: backward(plain_norm(x, first, gamma), wide_grad, *leaves),
+            "fp8_block": lambda: backward(norm_linear(x, first, cast_weight(first.detach()), gamma), wide_grad, *leaves),
+        }
+    )
+    pairs = medians(
+        {
+            "bf16": lambda: backward(plain_mlp(x, first, second), grad, *leaves),
+            "fp8_block": lambda: backward(mlp(x, first, second, both(), "silu"), grad, *leaves),
+        }
+    )
+    flops = 6 * rows * wide_in * wide_out
+    return [*beside_bf16("RMS norm and linear", norms, flops), *beside_bf16("linear, SiLU, linear", pairs, 2 * flops)]
+
+
+def beside_bf16(what: str, times: dict[str, float], flops: int) -> list[dict[str, Any]]:
+    return [{"what": f"{what}, {name}", "ms": ms, "tflops": flops / ms / 1e9, "over_bf16": times["bf16"] / ms} for name, ms in times.items()]
+
+
+def timings() -> list[dict[str, Any]]:
+    work = [(passes, (rows, columns)) for rows, columns in sorted({(rows, columns) for rows, _, columns in TIMED})]
+    work += [(products, shape) for shape in TIMED] + [(layers, shape) for shape in TIMED] + [(fused, shape) for shape in FUSED]
+    records = []
+    for measure, shape in work:
+        try:
+            found = measure(*shape)
+        except Exception as failure:  # as in checks
+            found = [{"what": f"{measure.__name__} failed: {failure!r:.300}"}]
+        for record in found:
+            record = {"shape": "x".join(map(str, shape)), **{k: round(v, 4) if isinstance(v, float) else v for k, v in record.items()}}
+            print(record, flush=True)
+            records.append(record)
+    return records
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, required=True)
+    given = parser.parse_args()
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+        print("this benchmark needs a Hopper GPU (sm90)", file=sys.stderr)
+        return 3
+    about = {
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "gpu": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "command": f"python packages/gem-precision/benchmarks/linear.py --json {given.json.name}",
+    }
+    found: dict[str, Any] = {"about": about, "checks": checks()}
+    given.json.parent.mkdir(parents=True, exist_ok=True)
+    given.json.write_text(json.dumps(found, indent=1))  # kept if the timings do not end
+    given.json.write_text(json.dumps({**found, "timings": timings()}, indent=1))
+    return 0 if all(check["holds"] for check in found["checks"]) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
