@@ -21,6 +21,7 @@ from gem_core.builtin.toy import SCHEMA, ToySource
 from gem_core.model.dlrm import DlrmModel, DlrmOptions
 from gem_core.model.gem import GemModel, GemOptions
 from gem_core.model.hstu import HstuModel, HstuOptions
+from gem_core.ops import baselines
 from gem_core.ops.slot import KernelSlot, kernel_slots
 from gem_core.spec import DataSchema, PrecisionDecision, RequestError
 from gem_core.train.efficiency import Peak
@@ -51,6 +52,7 @@ MODELS: dict[str, tuple[Any, Any, DataSchema]] = {
     ),
     "gem_numbers": (GemModel, gem(features={"embedding_dim": 8, "frequencies": 0, "numbers": "group"}, targets=False), NUMBERS_ONLY),
     "hstu": (HstuModel, HstuOptions(dim=8, window=4, features={"embedding_dim": 8}), SCHEMA),
+    "hstu_plain": (HstuModel, HstuOptions(dim=8, bias="none", features={"embedding_dim": 8}), SCHEMA),
     "dlrm": (DlrmModel, DlrmOptions(dim=8, features={"embedding_dim": 4}), NUMBERS_ONLY),
     "dcn": (DlrmModel, DlrmOptions(dim=8, features={"embedding_dim": 8}, interaction="cross"), SCHEMA),
 }
@@ -220,6 +222,24 @@ def test_hardware_flops_of_padded_references_are_torchs_count(name: str) -> None
     found = step_flops(model, batch)
     assert found.hardware == trained(name, model, batch)
     assert (found.hardware > found.model) == (name not in ("dlrm", "dcn"))
+
+
+@pytest.mark.parametrize("backend", ["padded", "bucketed"])
+@pytest.mark.parametrize("scores", [baselines.SCORES, 300])
+@pytest.mark.parametrize("name", ["gem", "gem_fused_blocks", "hstu_plain"])
+def test_hardware_flops_of_baselines_are_torchs_count(name: str, backend: str, scores: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Buckets from 5 tokens on; with few scores large calls are cut into parts that are computed again."""
+    monkeypatch.setattr(baselines, "SHORTEST", 5)
+    monkeypatch.setattr(baselines, "SCORES", scores)
+    model, batch = made(name), batch_with_one_longest_row()
+    for slot in kernel_slots(model):
+        fits = slot.op.endswith("attention") or slot.op in ("gdpa", "pffn")
+        slot.bind(getattr(baselines, f"{backend}_{slot.op}") if fits else slot._public, backend if fits else "reference")
+    found = step_flops(model, batch).hardware
+    assert found == trained(name, model, batch)
+    bound_to_reference(model)
+    plain = step_flops(model, batch).hardware
+    assert (found == plain) == (backend == "padded" and scores > 300)
 
 
 def test_a_recomputed_block_is_counted_as_torch_counts_it() -> None:

@@ -16,15 +16,18 @@ import torch
 from torch import nn
 
 from gem_core.batch import Batch
+from gem_core.ops import baselines
 from gem_core.ops.products import Product, own_flops, products
 from gem_core.ops.slot import KernelSlot
 from gem_core.spec import PrecisionDecision, RequestError
 from gem_core.train.efficiency import Peak, peak_of, table_peak
 
-PADDED = ("reference", "padded", "sdpa")
-"""Backends that compute every row at the length of the longest, and what a mask hides."""
-KEEPS_SCORES = ("reference", "padded")
+PADDED = ("reference", "padded", "bucketed", "sdpa")
+"""Backends that compute every row at the length of the longest, of its bucket for ``bucketed``, and what a mask hides."""
+KEEPS_SCORES = ("reference", "padded", "bucketed")
 """Backends whose attention keeps the scores for backward; all others recompute them."""
+IN_PARTS = ("padded", "bucketed")
+"""Those of them that compute a call again in backward if its scores would take too much memory."""
 _MASKS = ("causal", "window", "contextual", "targets")
 _LENGTHS = ("lengths", "q_lengths", "k_lengths")
 
@@ -138,7 +141,16 @@ def _executed(product: Product) -> int:
     """Forward FLOPs that the bound backend does."""
     if not isinstance(product.owner, KernelSlot) or product.count is None or product.owner.backend not in PADDED:
         return product.forward
-    return int(product.count(**padded(product.shape)))
+    parts = in_buckets(product.shape) if product.owner.backend == "bucketed" else [product.shape]
+    return sum(int(product.count(**padded(part))) for part in parts)
+
+
+def in_buckets(shape: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The arguments of an op's count for each bucket of rows of alike length."""
+    lengths = [shape[key] for key in _LENGTHS if isinstance(shape.get(key), np.ndarray)]
+    of_row = baselines.buckets(np.add.reduce(lengths)) if lengths else np.zeros(0)
+    by_row = [key for key, value in shape.items() if isinstance(value, np.ndarray)]
+    return [{**shape, **{key: shape[key][of_row == bucket] for key in by_row}} for bucket in np.unique(of_row)] or [dict(shape)]
 
 
 def padded(shape: Mapping[str, Any]) -> dict[str, Any]:
@@ -155,12 +167,14 @@ def padded(shape: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _scores_again(product: Product, executed: int) -> int:
-    """FLOPs of scores that the attention kernel recomputes in backward: one of its two products."""
-    if not isinstance(product.owner, KernelSlot) or "heads" not in product.shape or product.owner.backend in KEEPS_SCORES:
+    """FLOPs of what the attention kernel recomputes in backward: the scores, one of its two products, or the call."""
+    if not isinstance(product.owner, KernelSlot) or "heads" not in product.shape:
         return 0
     dim = int(product.shape["dim"])
     v_dim = int(product.shape.get("v_dim") or dim)
-    return executed * dim // (dim + v_dim)
+    if product.owner.backend in IN_PARTS and executed // (2 * (dim + v_dim)) > baselines.SCORES:
+        return executed
+    return 0 if product.owner.backend in KEEPS_SCORES else executed * dim // (dim + v_dim)
 
 
 def _format(product: Product, name: str, model: nn.Module, formats: Mapping[str, str], dtype: str) -> str:

@@ -155,13 +155,18 @@ def _pack(lengths: Ints, order: Ints | None, device: torch.device) -> Packing:
     return Packing(lengths[order], offsets.to(device), forth.to(device), back.to(device))
 
 
+def buckets(total: Ints) -> NDArray[np.float64]:
+    """The bucket of each row, by its lengths over all arguments of offsets together."""
+    return np.floor(np.log(np.maximum(total, SHORTEST) / SHORTEST) / log(RATIO))
+
+
 def _layout(op: str, roles: Roles, call: Mapping[str, Any], by_length: bool) -> Layout:
     sizes = {name: next(call[arg].shape[0] for arg, of in roles.tokens.items() if of == name) for name in roles.longest if call[name] is not None}
     lengths = {name: _lengths(op, call[name], tokens) for name, tokens in sizes.items()}
     device = next(call[name] for name in lengths).device
     total: Ints = np.add.reduce(list(lengths.values()))
     order = np.argsort(total, kind="stable") if by_length else None
-    bucket = np.floor(np.log(np.maximum(total, SHORTEST) / SHORTEST) / log(RATIO))[order] if by_length else np.zeros(total.size)
+    bucket = buckets(total)[order] if by_length else np.zeros(total.size)
     edges = (0, *(np.flatnonzero(np.diff(bucket)) + 1).tolist(), total.size)
     packings = {name: _pack(of, order, device) for name, of in lengths.items()}
     return Layout(_pack(np.ones_like(total), order, device), packings, edges)
