@@ -2,7 +2,9 @@
 
 import typer
 
+from gem_core.cli.bench_breakdown import breakdown
 from gem_core.cli.bench_layers import layers
+from gem_core.cli.bench_step import step
 from gem_core.cli.lazy import SharedGroup
 
 app = typer.Typer(cls=SharedGroup, add_completion=False)
@@ -14,3 +16,5 @@ def bench() -> None:
 
 
 app.command("layers")(layers)
+app.command("step")(step)
+app.command("breakdown")(breakdown)

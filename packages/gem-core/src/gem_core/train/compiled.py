@@ -1,20 +1,23 @@
 """The repeated blocks of a model, each compiled in place, and what that took.
 
-A block is an entry of a list of modules directly under the root that has parameters. It is compiled as it stands (``Module.compile``), so names of
+A block is an entry of the model's list ``layers``. It is compiled as it stands (``Module.compile``), so names of
 parameters do not change, and checkpoints go from compiled runs to others. Batches differ in their number of events: torch compiles for the first
-one's sizes, then again for any size (``dynamic = "auto"``). More compilations of a block than ``compile.recompiles`` end the run, where torch would
-go on without compiling and say nothing.
+one's sizes, then again for any size (``dynamic = "auto"``). The longest row is a plain number to kernels, for each of which torch would compile anew:
+the schema's stands in its place. More compilations of a block than ``compile.recompiles`` end the run, where torch would go on without compiling and
+say nothing.
 """
 
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
+from gem_core.batch import Batch
 from gem_core.config.schema import CompileSection
-from gem_core.spec import RunFailed
+from gem_core.spec import DataSchema, RequestError, RunFailed
 
 BACKEND = "inductor"
 
@@ -52,13 +55,27 @@ class Compiled:
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:
-    """The repeated blocks, in the order of the model."""
-    lists = [child for child in model.children() if isinstance(child, nn.ModuleList)]
-    return [block for entries in lists for block in entries if any(True for _ in block.parameters())]
+    """The repeated blocks: the entries of the model's list of modules ``layers``.
+
+    Raises:
+        RequestError: the model has no such list.
+    """
+    found = getattr(model, "layers", None)
+    if not isinstance(found, nn.ModuleList) or not found:
+        so = f"{type(model).__name__} has no list of modules named layers"
+        raise RequestError("compile.blocks", so, "Leave it off, or keep the repeated blocks of a model in such a list.")
+    return list(found)
+
+
+def bounded(batch: Batch, schema: DataSchema) -> Batch:
+    """The batch with the schema's longest row in the place of its own, for every sequence; kernels take any bound that no row exceeds."""
+    longest = {group.name: group.max_length for group in schema.sequences}
+    spans = {name: replace(span, max_length=max(span.max_length, longest[name])) for name, span in batch.event_offsets.items()}
+    return replace(batch, event_offsets=spans)
 
 
 @contextmanager
-def compiled_blocks(model: nn.Module, options: CompileSection) -> Iterator[Compiled]:
+def compiled_blocks(model: nn.Module, options: CompileSection, schema: DataSchema) -> Iterator[Compiled]:
     """Compile the blocks of ``model``; they are when they first run. The limit on compilations holds for the process while this is open."""
     from torch._dynamo import config
 
@@ -69,10 +86,14 @@ def compiled_blocks(model: nn.Module, options: CompileSection) -> Iterator[Compi
             mode=None if options.blocks == "default" or BACKEND != "inductor" else options.blocks,
             dynamic=True if options.dynamic == "always" else None,
         )
-    limit = options.recompiles * max(len(found), 1)  # torch counts by function, which blocks of one kind share
+    limit = options.recompiles * len(found)  # torch counts by function, which blocks of one kind share
     patch: Any = config.patch
-    with patch(recompile_limit=limit, accumulated_recompile_limit=4 * limit, fail_on_recompile_limit_hit=True), compiled.watch():
-        yield compiled
+    hook = model.register_forward_pre_hook(lambda module, inputs: (bounded(inputs[0], schema), *inputs[1:]))
+    try:
+        with patch(recompile_limit=limit, accumulated_recompile_limit=4 * limit, fail_on_recompile_limit_hit=True), compiled.watch():
+            yield compiled
+    finally:
+        hook.remove()
 
 
 @contextmanager

@@ -247,7 +247,7 @@ def _kernels_bound(run: Run) -> None:
 
 def _compile(run: Run) -> None:
     if run.config.compile.blocks != "off":
-        run.compiled = run.enter(compiled_blocks(run.model, run.config.compile))
+        run.compiled = run.enter(compiled_blocks(run.model, run.config.compile, run.schema))
 
 
 def _optimisers(run: Run) -> None:
@@ -385,6 +385,25 @@ STAGES = (
     Stage("manifest", _manifest, training_only=True),
     Stage("run started", _run_started, training_only=True),
 )
+
+
+PREVIEWED = (_configuration, _plugins, _topology, _mesh, _data, _model_on_meta, _precision, _kernels_bound)
+"""What can be refused without weights and tables."""
+
+
+def preview(loaded: LoadedConfig) -> Run:
+    """A run with its data source, its model on the meta device, decisions and kernels: no weights, no tables, no folder. It is closed.
+
+    Raises:
+        GemError: as ``compose`` would say it.
+    """
+    run = Run(loaded)
+    try:
+        for stage in PREVIEWED:
+            stage(run)
+    finally:
+        run.close()
+    return run
 
 
 def compose(loaded: LoadedConfig, *, resume: Path | None = None, training: bool = True) -> Run:

@@ -81,7 +81,7 @@ def _steps(run: Run, feed: Feed) -> bool:
     mark = time.perf_counter()
     for work in feed:
         factor = _lr_factor(run)
-        result = take_step(run, feed, work, lr_factor=factor)
+        result = take_step(run, feed, work)
         progress.step += 1
         progress.next_batch += len(work.batches)
         progress.trained_rows += work.rows
@@ -107,7 +107,7 @@ def _steps(run: Run, feed: Feed) -> bool:
     return False
 
 
-def take_step(run: Run, feed: Feed, work: Work, *, lr_factor: float) -> StepResult:
+def take_step(run: Run, feed: Feed, work: Work) -> StepResult:
     """Take one step of the feed, and prepare the next one's first batch where ``train.ahead`` and what comes after this step allow it. Collective.
 
     Raises:
@@ -118,7 +118,7 @@ def take_step(run: Run, feed: Feed, work: Work, *, lr_factor: float) -> StepResu
     paired = changing is not None and changing.begin_step(number)
     waits = paired or not run.config.train.ahead or _pauses(run, number)  # a pair may end the run with a checkpoint
     with limit_named(run.config.compile.recompiles):
-        result = train_step(run.learner, work, step=number, lr_factor=lr_factor, following=None if waits else feed.peek, paired=paired)
+        result = train_step(run.learner, work, step=number, lr_factor=_lr_factor(run), following=None if waits else feed.peek, paired=paired)
     if isinstance(run.source, ResumableSource):
         run.source.trained(work.batches)
     if not run.first_step_seconds:
