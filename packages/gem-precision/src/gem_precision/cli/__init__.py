@@ -68,3 +68,14 @@ def sweep(
     rows = read_probe(out)
     ranking(rows)
     print(f"drawn: {draw(rows, out)}")
+
+
+@app.command()
+def report(
+    run: Annotated[Path, typer.Argument(help="The folder of a run.")],
+    out: Annotated[Path | None, typer.Option(help="The page to write; by default precision.html in the run's folder.")] = None,
+) -> None:
+    """Draw a run's number formats: decisions with reasons, what operands looked like, what the guard saw and did, and the probe."""
+    from gem_precision.report import PAGE, write_report
+
+    print(f"report: {write_report(run, out or run / PAGE)}")
