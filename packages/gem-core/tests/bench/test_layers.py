@@ -188,6 +188,12 @@ def test_sharded_weights_are_refused(run: Run) -> None:
         measure_layers(stand_in(run, model=model), MACHINE)
 
 
+def test_compiled_blocks_are_refused(run: Run) -> None:
+    config = run.config.model_copy(update={"compile": run.config.compile.model_copy(update={"blocks": "default"})})
+    with pytest.raises(RequestError, match="blocks = 'default'"):
+        measure_layers(stand_in(run, config=config), MACHINE)
+
+
 def test_a_model_that_counts_only_a_whole_is_refused(run: Run) -> None:
     class Foreign(nn.Linear):
         def flops(self, batch: Any) -> int:

@@ -158,6 +158,11 @@ def test_operators_of_other_threads_are_not_the_steps() -> None:
     assert times([span(W, 0, 100), op("aten::mm", 40, 50), *reading]) == {"matmul": 10, GAPS: 90}
 
 
+def test_a_step_that_waits_for_a_collective_of_another_thread_communicates() -> None:
+    talking = event("user_annotation", "gloo:all_reduce", 30, 70, tid=2)
+    assert times([span(W, 0, 100), op("aten::mm", 20, 50), talking]) == {"matmul": 30, "communication": 20, GAPS: 50}
+
+
 # ---- a GPU -----------------------------------------------------------------------------------------------------------------------------------
 
 

@@ -133,7 +133,7 @@ def measure_layers(run: Any, where: Machine, *, repeats: int = 0) -> LocalMfu:
         repeats: repetitions; 0 takes 20 on a GPU and 3 on a CPU.
 
     Raises:
-        RequestError: several ranks, sharded weights, or a model whose FLOPs are not counted by layer.
+        RequestError: several ranks, sharded weights, compiled blocks, or a model whose FLOPs are not counted by layer.
     """
     _check_alone(run)
     work = epoch_feed(run, 0).peek()
@@ -150,11 +150,15 @@ def measure_layers(run: Any, where: Machine, *, repeats: int = 0) -> LocalMfu:
 
 
 def _check_alone(run: Any) -> None:
+    """Raise RequestError unless every layer of the run can be called alone, as it is in a step."""
     if run.world.size > 1:
         raise RequestError(f"gem bench layers on {run.world.size} ranks", "a layer is measured on one device", "Start one process.")
     if any(type(p) is not nn.Parameter for p in run.model.parameters()):
         strategies = [name for name, _, _ in run.strategies]
         raise RequestError(f"gem bench layers with strategies {strategies}", "they shard the weights", "Set parallel.strategies to [].")
+    if run.config.compile.blocks != "off":
+        so = "blocks are compiled as wholes, and a layer of theirs alone is not"
+        raise RequestError(f"gem bench layers with compile.blocks = {run.config.compile.blocks!r}", so, "Set compile.blocks to off.")
 
 
 def layers_of(model: nn.Module) -> dict[str, nn.Module]:

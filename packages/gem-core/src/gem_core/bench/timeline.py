@@ -2,7 +2,7 @@
 
 On a GPU the work is what its streams run; a kernel belongs to the operator that launched it, to the ranges around that operator, and in backward to
 the ranges around the operator whose gradient is computed. On a CPU the work is the operators of the thread that trains, without the Python and the
-autograd engine between them. Where several things happen at once the first of ``CATEGORIES`` counts.
+autograd engine between them, and collectives on any thread. Where several things happen at once the first of ``CATEGORIES`` counts.
 """
 
 import re
@@ -30,7 +30,7 @@ _WHOLE = {DATA: READING, IDS: READING, COPY: READING, AGREE: COMMUNICATION}
 _PHASES = {**_WHOLE, TABLES: EMBEDDING, OPTIMISER: UPDATE, LOOKED_UP: EMBEDDING}
 
 _NAMES = (
-    (COMMUNICATION, re.compile(r"nccl|c10d::|gloo:", re.IGNORECASE)),
+    (COMMUNICATION, _TALKS := re.compile(r"nccl|c10d::|gloo:", re.IGNORECASE)),
     (READING, re.compile(r"Memcpy HtoD")),
     (ATTENTION, re.compile(r"attention|flash|fmha|gdpa|hstu|pffn", re.IGNORECASE)),
     (EMBEDDING, re.compile(r"embedding_bag|split_embedding", re.IGNORECASE)),
@@ -112,8 +112,8 @@ def segments(events: Iterable[Event], window: str) -> tuple[list[Segment], float
         _remember_forward(thread, forward)
     launches = {event["args"]["correlation"]: frame for thread in threads.values() for event, frame in _launches(thread, forward)}
     on_device = [e for e in complete if e.get("cat") in _ON_DEVICE]
-    own = threads[frame["pid"], frame["tid"]]
-    found = list(_device(on_device, launches)) + list(_host(own, forward, everything=not on_device))
+    own = threads.pop((frame["pid"], frame["tid"]))
+    found = [*_device(on_device, launches), *_host(own, forward, everything=not on_device), *_talk(threads.values())]
     return found, frame["ts"], frame["ts"] + frame["dur"]
 
 
@@ -187,6 +187,14 @@ def _device(events: Sequence[Event], launches: Mapping[int, _Frame]) -> Iterator
     for event in events:
         by = launches.get(event.get("args", {}).get("correlation", -1), nowhere)
         yield Segment(event["ts"], event["ts"] + event["dur"], category_of(by.ranges, by.op, event["name"]), event["name"])
+
+
+def _talk(others: Iterable[Sequence[Event]]) -> Iterator[Segment]:
+    """Collectives on threads of their own: the step waits for them where it does nothing else."""
+    for thread in others:
+        for event in thread:
+            if _TALKS.search(event["name"]):
+                yield Segment(event["ts"], event["ts"] + event["dur"], COMMUNICATION, event["name"])
 
 
 def _host(thread: Sequence[Event], forward: Forward, *, everything: bool) -> Iterator[Segment]:
