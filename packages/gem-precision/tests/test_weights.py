@@ -4,6 +4,7 @@ import copy
 import pickle
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from gem_precision.formats import FORMATS, Format, Quantized, find_format, quant
 from gem_precision.linear import LinearRule, lower
 from gem_precision.presets import PRESETS
 from gem_precision.recipes.low_precision import LowPrecision
-from gem_precision.weights import HeldWeight, rounded
+from gem_precision.weights import HeldWeight
 
 RULES = {
     **{name: preset.rule() for name, preset in PRESETS.items()},
@@ -33,9 +34,9 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, ...]]]:
     """The shapes of the weights that were rounded."""
     seen: list[tuple[int, ...]] = []
 
-    def count(x: Tensor, form: Format) -> Quantized:
+    def count(x: Tensor, form: Format, **words: Any) -> Quantized:
         seen.append(tuple(x.shape))
-        return quantize(x, form)
+        return quantize(x, form, **words)
 
     monkeypatch.setattr(weights, "quantize", count)
     return seen
@@ -46,7 +47,7 @@ def layer(rule: LinearRule, holds: bool = True) -> nn.Linear:
     low = nn.Linear(96, 160)
     lower(low, rule)
     if not holds:
-        vars(low)["forward"].held = Forgetful()
+        vars(low)["forward"].held = Forgetful(rule.weights, rule.hadamard)
     return low
 
 
@@ -141,9 +142,9 @@ def test_a_symmetric_format_gives_both_sides_from_one(name: str, out: int, input
     weight = torch.randn(out, inputs, generator=generator) * 10 ** (3 * torch.randn(out, 1, generator=generator))
     if out > 3:
         weight[3, 0] = torch.nan
-    form, held = FORMATS[name], HeldWeight()
+    form, held = FORMATS[name], HeldWeight(FORMATS[name])
     for transposed in (False, True):
-        got = rounded(held, weight, form, None, transposed=transposed)
+        got = held.rounded(weight, transposed=transposed)
         want = quantize(weight.T if transposed else weight, form)
         assert torch.equal(got.dequantize().nan_to_num(nan=-7.0), want.dequantize().nan_to_num(nan=-7.0))
     assert len(held._made) == (1 if form.symmetric else 2)

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from gem_core.spec import LOW_WEIGHTS
 from gem_precision.formats import Format, Quantized, quantize
 from gem_precision.hadamard import turned
-from gem_precision.weights import HeldWeight, rounded
+from gem_precision.weights import HeldWeight
 
 Watch = Callable[[str, Tensor, Quantized], None]
 
@@ -62,7 +63,7 @@ class LowForward:
     def __init__(self, module: nn.Linear, rule: LinearRule, multiply: Callable[..., Tensor] | None = None) -> None:
         self.module, self.rule = module, rule
         self.multiply = multiply or emulated_linear
-        self.held = HeldWeight()
+        self.held = HeldWeight(rule.weights, rule.hadamard, (module.out_features, module.in_features))
         self.watch: Watch | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -81,7 +82,7 @@ def emulated_linear(x: Tensor, weight: Tensor, rule: LinearRule, held: HeldWeigh
 
 def low_linear(x: Tensor, weight: Tensor, rule: LinearRule) -> Tensor:
     """``x weight^T`` under a rule, where the weight is no layer's own: ``[..., in]`` and ``[out, in]`` to ``[..., out]`` float32."""
-    flat = emulated_linear(x.reshape(-1, x.shape[-1]), weight, rule, HeldWeight())
+    flat = emulated_linear(x.reshape(-1, x.shape[-1]), weight, rule, HeldWeight(rule.weights, rule.hadamard))
     return flat.reshape(*x.shape[:-1], weight.shape[0])
 
 
@@ -92,11 +93,10 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, rule: LinearRule, held: HeldWeight, watch: Any) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.rule, ctx.held, ctx.watch = rule, held, watch
-        low = rounded(held, weight, rule.weights, rule.hadamard, transposed=False)
         left = _low("inputs", x, rule.inputs, rule, watch)
-        if watch is not None:
-            watch("weights", turned(weight, rule.hadamard), low)
-        return _product(left, low.dequantize())
+        if watch is not None and not held.travelled:
+            watch("weights", turned(weight, rule.hadamard), held.rounded(weight, transposed=False))
+        return _product(left, held.operand(weight, transposed=False))
 
     @staticmethod
     @once_differentiable
@@ -105,8 +105,8 @@ class _Linear(torch.autograd.Function):
         rule: LinearRule = ctx.rule
         dx = dw = None
         if ctx.needs_input_grad[0]:
-            low = rounded(ctx.held, weight, rule.weights, rule.hadamard, transposed=True)
-            dx = _product(_low("grads", grad, rule.grads, rule, ctx.watch), low.dequantize()).to(x.dtype)
+            right = ctx.held.operand(weight, transposed=True)
+            dx = _product(_low("grads", grad, rule.grads, rule, ctx.watch), right).to(x.dtype)
         if ctx.needs_input_grad[1] and not rule.weight_grad:
             dw = (grad.float().T @ x.float()).to(weight.dtype)
         elif ctx.needs_input_grad[1]:
@@ -142,4 +142,5 @@ def rule_of(module: nn.Module) -> LinearRule | None:
 
 def lower(module: nn.Linear, rule: LinearRule, multiply: Callable[..., Tensor] | None = None) -> None:
     """Change a layer in place so that it computes under ``rule``, by a backend or the emulation. Touches no tensor."""
-    vars(module)["forward"] = LowForward(module, rule, multiply)
+    vars(module)["forward"] = forward = LowForward(module, rule, multiply)
+    vars(module)[LOW_WEIGHTS] = {"weight": forward.held}

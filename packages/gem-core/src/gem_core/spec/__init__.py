@@ -46,8 +46,10 @@ from gem_core.spec.parallel import (
 )
 from gem_core.spec.plan import BatchFacts, BlockFacts, EmbeddingPlan, LayoutPlan, ModelFacts, StepPlan, StepRequest, TablePlan
 from gem_core.spec.precision import (
+    LOW_WEIGHTS,
     ChangingPrecision,
     HoldsWeights,
+    LowWeight,
     PairedSums,
     Precision,
     PrecisionDecision,
@@ -60,6 +62,7 @@ __all__ = [
     "DEVICES",
     "DTYPES",
     "ENTRY_POINT_GROUP",
+    "LOW_WEIGHTS",
     "PROJECT",
     "STAGES",
     "BatchFacts",
@@ -83,6 +86,7 @@ __all__ = [
     "KernelRequest",
     "KernelUnavailable",
     "LayoutPlan",
+    "LowWeight",
     "MachineError",
     "MemoryReport",
     "Model",

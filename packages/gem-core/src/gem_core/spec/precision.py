@@ -137,3 +137,43 @@ class ChangingPrecision(Protocol):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from ``state_dict``; called after ``prepare``."""
         ...
+
+
+LOW_WEIGHTS = "low_weights"
+"""Attribute of a module, set by a recipe: ``{name of a parameter of the module: its LowWeight}``."""
+
+
+class LowWeight(Protocol):
+    """A matrix that its module reads in low precision, for strategies that keep it in parts: what travels is what the module reads.
+
+    A part is what ``split`` says: consecutive rows of the matrix, the same number on each rank; the last parts may have fewer, or none. Ranks pack
+    their parts, and unpack those of all ranks. The matrix is then filled with numbers that the module reads as they are, without rounding again.
+    """
+
+    def split(self, rows: int, rank: int, ranks: int) -> None:
+        """The matrix is kept in ``ranks`` parts of ``rows`` rows; this is part ``rank``. Called once, before there are weights.
+
+        Raises:
+            RequestError: parts of that size cannot be rounded to what the whole matrix is rounded to.
+        """
+        ...
+
+    def largest(self, part: Any) -> Any:
+        """``[n]`` float32 that ranks have to agree on, by their maximum, before they pack; ``n`` depends on shapes alone and may be 0.
+
+        Args:
+            part: ``[rows of this part, columns]`` float32: the weights as the optimiser has them.
+        """
+        ...
+
+    def pack(self, part: Any, largest: Any) -> Any:
+        """``[bytes]`` uint8 of a part, as many on each rank; ``largest`` is what the ranks agreed on."""
+        ...
+
+    def unpack(self, received: Any, whole: Any) -> None:
+        """Fill float32 ``whole`` ``[ranks * rows, columns]`` from ``received`` ``[ranks, bytes]``, and keep what else the module reads."""
+        ...
+
+    def freed(self) -> None:
+        """The matrix is not whole any longer: what was kept for it can go, if the module has read it since it was unpacked."""
+        ...

@@ -121,6 +121,25 @@ class GatherWeights(_Recorded):
             self._payload.unpack(target, output_tensor, ranks)
 
 
+class AgreeOnLargest(_Recorded):
+    """The largest magnitudes of blocks of weights that several ranks have rows of, before they are rounded: the maximum over the ranks."""
+
+    def __init__(self, name: str, traffic: Traffic, group: dist.ProcessGroup) -> None:
+        super().__init__(name, traffic)
+        self._group = group
+
+    def __call__(self, largest: Tensor) -> Tensor:
+        if not largest.numel():
+            return largest
+        ranks = self._group.size()
+        sent = all_reduce_bytes(largest.nbytes, ranks)
+        self._traffic.sent["dense: scales of weights"] += sent
+        name = f"dense: scales of weights of {self._name}"
+        with LEDGER.blocking(name, "all_reduce", sent, self._group.group_desc, ranks, largest.device, stream="weights"):
+            dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self._group)
+        return largest
+
+
 class ScatterGradients(_Recorded):
     """The reduce-scatter of a block's gradients, and the count of their all-reduce over replicas, which ``fully_shard`` issues itself.
 
@@ -158,7 +177,6 @@ class ScatterGradients(_Recorded):
         name = f"dense: gradients of {self._name} between replicas"
         with LEDGER.blocking(name, "all_reduce", sent, "dense_replicate", self._replicas, gradients.device, stream="gradients"):
             pass
-
 
     def check_reduced(self) -> None:
         """Raise PluginError if gradients of earlier micro-batches have not been reduced, as the last one gave the block none."""

@@ -17,8 +17,9 @@ from gem_core.spec import ParallelContext, RequestError, Topology
 from gem_parallel.comm.backends import Here, set_environment
 from gem_parallel.comm.collectives import Traffic
 from gem_parallel.comm.ledger import LEDGER
-from gem_parallel.comm.payload import PAYLOADS
-from gem_parallel.comm.transport import Carrier, GatherWeights, ScatterGradients, carrier_of
+from gem_parallel.comm.lowered import Lowered, LowPart, low_parts
+from gem_parallel.comm.payload import PAYLOADS, Payload
+from gem_parallel.comm.transport import AgreeOnLargest, Carrier, GatherWeights, ScatterGradients, carrier_of
 from gem_parallel.comm.waits import GradientWaits, WeightWaits
 from gem_parallel.dense.experts import Placement, placement_of
 from gem_parallel.mesh import device_mesh, layout_of
@@ -85,6 +86,8 @@ class FullyShard:
         self.traffic = Traffic()
         self._facts: dict[str, Any] = {"strategy": "fsdp", "replicas": replicas, "reshard": reshard, "world": 1, "blocks": []}
         self._facts |= {"payload": payload, "reduce_dtype": reduce_dtype, "reduce": reduce, "comm": comm, "prefetch": prefetch, "kept": []}
+        self._facts["low_weights"] = []
+        self._lows: list[LowPart] = []
 
     def apply(self, module: nn.Module, context: ParallelContext) -> nn.Module:
         """``module`` itself, its parameters sharded in place; in a single process as it is.
@@ -113,6 +116,7 @@ class FullyShard:
         if torch.device(context.device).type == "cuda":  # on the CPU collectives themselves block
             watch(units, torch.device(context.device))
         set_prefetch(units, self._prefetch)
+        forget_scored(units)
         return module
 
     def _check_patterns(self, names: Sequence[str]) -> None:
@@ -134,8 +138,9 @@ class FullyShard:
             "ignored_params": placement.absent,
         }
         scatter = ScatterGradients(unit.name, self.traffic, replicas, padded_numbers(unit, mesh.size(1), placement))
+        lows, size = low_parts(unit.modules, mesh.size(1), mesh.get_local_rank("dense_shard"), placement.absent)
         fully_shard(unit.modules if len(unit.modules) > 1 else unit.modules[0], **words)
-        unit.fsdp.set_custom_all_gather(GatherWeights(unit.name, self.traffic, carrier, PAYLOADS[self._payload]))
+        unit.fsdp.set_custom_all_gather(GatherWeights(unit.name, self.traffic, carrier, self._payload_of(unit, lows, size, mesh)))
         unit.fsdp.set_custom_reduce_scatter(scatter)
         if replicas > 1:
             unit.fsdp.set_all_reduce_hook(scatter.replicas_reduced)
@@ -165,6 +170,15 @@ class FullyShard:
         if last:
             for _, scatter in self._delayed:
                 scatter.check_reduced()
+
+    def _payload_of(self, unit: Unit, lows: Sequence[LowPart], size: int, mesh: DeviceMesh) -> Payload | None:
+        """How a unit's weights travel: those that their modules read in low precision in that format, the others as the option says."""
+        others = PAYLOADS[self._payload]
+        if not lows:
+            return others
+        self._lows += lows
+        self._facts["low_weights"].append({"block": unit.name, "weights": len(lows), "values": sum(low.parameter.numel() for low in lows)})
+        return Lowered(lows, size, others, self._lows, AgreeOnLargest(unit.name, self.traffic, mesh.get_group("dense_shard")))
 
     def describe(self) -> Mapping[str, Any]:
         return self._facts
@@ -207,6 +221,17 @@ def blocks(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             for index, block in enumerate(child):
                 if any(True for _ in block.parameters()):
                     yield f"{name}.{index}", block
+
+
+def forget_scored(units: Sequence[Unit]) -> None:
+    """After a forward pass without gradients no unit stays whole: no backward will drop its weights, and the next pass may be on other weights."""
+
+    def reshard(*_: Any) -> None:
+        if not torch.is_grad_enabled():
+            for unit in units:
+                unit.fsdp.reshard()
+
+    units[-1].modules[0].register_forward_hook(reshard)
 
 
 def watch(units: Sequence[Unit], device: torch.device) -> None:

@@ -113,7 +113,9 @@ class Quantized:
         return float((self.elements.abs() == self.format.element.largest).float().mean()) if self.elements.numel() else 0.0
 
 
-def quantize(x: Tensor, form: Format, *, rounding: Rounding = "nearest", generator: torch.Generator | None = None) -> Quantized:
+def quantize(
+    x: Tensor, form: Format, *, rounding: Rounding = "nearest", generator: torch.Generator | None = None, amax: Tensor | None = None
+) -> Quantized:
     """``x`` in a format.
 
     Args:
@@ -121,22 +123,36 @@ def quantize(x: Tensor, form: Format, *, rounding: Rounding = "nearest", generat
         form: the format.
         rounding: of the elements.
         generator: of stochastic rounding.
+        amax: what the scales are made of, if not ``x`` alone says it; as ``block_amax`` gives.
 
     A block of zeros gets the smallest scale. A NaN or an infinity makes its block's scale NaN, so that it is never lost.
     """
+    blocks, (height, width) = _blocks(x, form)
+    scales = scale_of(_amax(blocks) if amax is None else amax, form)
+    elements = round_to(blocks / scales[..., None], form.element, rounding=rounding, generator=generator)
+    whole = elements.view(*elements.shape[:-1], height, width).transpose(-3, -2).flatten(-4, -3).flatten(-2)
+    rows, columns = x.shape[-2:]
+    return Quantized(whole[..., :rows, :columns], scales, form)
+
+
+def block_amax(x: Tensor, form: Format) -> Tensor:
+    """The largest magnitude of each block of ``[..., rows, columns]``: ``[..., blocks of rows, blocks of columns]``, NaN where one is not finite."""
+    return _amax(_blocks(x, form)[0])
+
+
+def _blocks(x: Tensor, form: Format) -> tuple[Tensor, tuple[int, int]]:
+    """``[..., blocks of rows, blocks of columns, values of a block]`` float32, zeros beyond the edges; and height and width of a block."""
     if x.dim() < 2:
         raise RequestError(f"quantising to {form.name}", f"the tensor has {x.dim()} axes", "Give [..., rows, columns].")
     rows, columns = x.shape[-2:]
     height, width = _sizes(form.block, rows, columns)
     full = pad(x.to(torch.float32), (0, -columns % width, 0, -rows % height))
     grid = (full.shape[-2] // height, full.shape[-1] // width)
-    lead = x.shape[:-2]
-    blocks = full.reshape(*lead, grid[0], height, grid[1], width).transpose(-3, -2).flatten(-2)  # [..., R, C, values of a block]
-    amax = torch.where(blocks.isfinite().all(-1), blocks.abs().amax(-1), math.nan)
-    scales = scale_of(amax, form)
-    elements = round_to(blocks / scales[..., None], form.element, rounding=rounding, generator=generator)
-    whole = elements.reshape(*lead, *grid, height, width).transpose(-3, -2).reshape(full.shape)
-    return Quantized(whole[..., :rows, :columns], scales, form)
+    return full.reshape(*x.shape[:-2], grid[0], height, grid[1], width).transpose(-3, -2).flatten(-2), (height, width)
+
+
+def _amax(blocks: Tensor) -> Tensor:
+    return torch.where(blocks.isfinite().all(-1), blocks.abs().amax(-1), math.nan)
 
 
 def fake_quantize(x: Tensor, form: Format, *, rounding: Rounding = "nearest", generator: torch.Generator | None = None) -> Tensor:

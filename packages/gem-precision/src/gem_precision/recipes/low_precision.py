@@ -111,7 +111,7 @@ class LowSites(Changing):
     def weights_changed(self) -> None:
         """Nothing that was made of the weights holds any longer."""
         for held in self._held:
-            held.drop()
+            held.changed()
 
     def _reason_to_stay(self, site: Site, last: Sequence[str]) -> str | None:
         if site.attention and not self._attention:
