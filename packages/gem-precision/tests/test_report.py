@@ -1,7 +1,10 @@
 """The page about a run's number formats, from files written here and from a run that guards itself."""
 
 import json
+import math
 import re
+import subprocess
+import sys
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -15,7 +18,6 @@ from gem_precision.cli import app
 from gem_precision.guard import records
 from gem_precision.probe.record import FILE as PROBE
 from gem_precision.report import PAGE, write_report
-from gem_precision.run import gem
 from gem_precision.telemetry import FILE as TELEMETRY
 
 NASTY = "layers.<b>&0"
@@ -128,24 +130,54 @@ def test_a_folder_that_is_no_run_is_refused(tmp_path: Path, content: str | None)
     assert not (tmp_path / PAGE).exists()
 
 
-def test_case_G03_a_run_that_guards_itself_tells_what_it_did(tmp_path: Path) -> None:
-    """A whole run with a bound that noise alone breaches, resumed; what the manifest, the log and the records say is one story."""
+FORCED = """
+import runpy, sys
+from gem_precision.guard import window
+
+window.interval = lambda high, low: (1.0, 2.0)
+sys.argv = ["gem", *sys.argv[1:]]
+runpy.run_module("gem_core", run_name="__main__")
+"""
+"""``gem`` where every eight pairs are a breach."""
+
+
+def forced(run: Path, on_breach: str, *words: str) -> subprocess.CompletedProcess[str]:
+    options = {"guard.every": 1, "guard.on_breach": on_breach, "telemetry": "true"}
+    asked = [*words, *(word for key, value in options.items() for word in ("--set", f"precision.options.{key}={value}"))]
+    for value in ("precision.recipe=fp8_naive", "data.batch_size=16", "model.name=dlrm", "train.log_every=10"):
+        asked += ["--set", value]
+    return subprocess.run(
+        [sys.executable, "-c", FORCED, "train", "-c", "toy", "--out", str(run), *asked], capture_output=True, text=True, check=False
+    )
+
+
+def test_case_G03_a_run_that_falls_back_tells_so_and_goes_on_so(tmp_path: Path) -> None:
+    """A site after 8 pairs, another after 8 more although the run was resumed between; manifest, log and records tell one story."""
     run = tmp_path / "run"
-    options = {"guard.every": 1, "guard.on_breach": "fallback", "guard.bound": 1e-9, "telemetry": "true"}
-    words = [word for key, value in options.items() for word in ("--set", f"precision.options.{key}={value}")]
-    words += ["--set", "precision.recipe=fp8_naive", "--set", "data.batch_size=16", "--set", "model.name=dlrm", "--set", "train.log_every=10"]
-    gem("train", "-c", "toy", "--out", str(run), *words, "--set", "train.max_steps=14")
-    gem("train", "--resume", str(run), "--set", "train.max_steps=24")
+    done = forced(run, "fallback", "--set", "train.max_steps=14")
+    assert done.returncode == 0, done.stderr
+    again = [sys.executable, "-c", FORCED, "train", "--resume", str(run), "--set", "train.max_steps=18"]
+    subprocess.run(again, check=True, capture_output=True)
     kept = records.read_lines(run / records.FILE)
-    assert [record["step"] for record in kept] == list(range(1, 25))
+    assert [record["step"] for record in kept] == list(range(1, 19))
+    fallen = {record["site"]: record["step"] for record in kept if record["action"]}
+    assert list(fallen.values()) == [8, 16]
     made = json.loads((run / "manifest.json").read_text())
-    fallen = {record["site"]: record["step"] for record in kept if record["action"] == "fallback"}
-    events = made["precision_events"]
-    assert {event["site"]: event["step"] for event in events} == fallen
+    assert {event["site"]: event["step"] for event in made["precision_events"]} == fallen
     for site, step in fallen.items():
         (decision,) = [d for d in made["precision"] if d["module"] == site]
         assert (decision["format"], f"since step {step}" in decision["reason"]) == ("fp32", True)
         assert all((site in record["sites"]) == (record["step"] <= step) for record in kept)
-    done = CliRunner().invoke(app, ["report", str(run)])
-    assert done.exit_code == 0, done.output
+        assert min(kept[step - 1]["sites"].items(), key=lambda item: item[1] if item[1] is not None else math.inf)[0] == site
+    told = CliRunner().invoke(app, ["report", str(run)])
+    assert told.exit_code == 0, told.output
     assert len(charts((run / PAGE).read_text())) > 5
+
+
+def test_case_G03_a_run_may_end_on_a_breach_with_its_checkpoint(tmp_path: Path) -> None:
+    done = forced(tmp_path / "run", "stop", "--set", "train.max_steps=14")
+    assert done.returncode == 1
+    assert "training step 8" in done.stderr
+    assert "the manifest says what led to it" in done.stderr
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-8"]
+    assert json.loads((tmp_path / "run" / "manifest.json").read_text())["precision_events"][0]["action"] == "stop"
