@@ -11,11 +11,11 @@ from gem_core.spec import KernelUnavailable
 from gem_precision.backends import Device, LinearShape, backends_of, find_backend, require
 from gem_precision.formats import find_format
 from gem_precision.linear import lower
-from gem_precision.native import native_linear, why_not
+from gem_precision.native import NAMES, mx_why_not, native_linear, native_mx_linear, why_not
 from gem_precision.presets import PRESETS
 
 HOPPER = Device(type="cuda", name="any", arch=90)
-RULE = PRESETS["fp8_block"].rule()
+RULE, MX = (PRESETS[recipe].rule() for recipe in ("fp8_block", "mxfp8"))
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BF16 = 2**-8 if DEVICE == "cuda" else 2**-7  # the interpreter cuts off where hardware rounds
 
@@ -26,18 +26,21 @@ def test_where_it_cannot_run_it_says_every_reason(monkeypatch):
     reasons = why_not(Device.here("cpu"), LinearShape(inputs=100, outputs=0))
     assert ["this is cpu" in reasons[0], *(reason[:12] for reason in reasons[1:])] == [True, "100 inputs a", "0 outputs ar"]
     assert "this is sm100" in why_not(Device(type="cuda", name="any", arch=100), LinearShape(inputs=128, outputs=128))[0]
+    assert mx_why_not(Device(type="cuda", name="any", arch=100), LinearShape(inputs=128, outputs=128)) == []
+    assert "need the block-scaled tensor cores of Blackwell (sm100), this is sm90" in mx_why_not(HOPPER, LinearShape(inputs=128, outputs=128))[0]
     monkeypatch.setattr("gem_precision.native.find_spec", lambda name: None)
     assert "triton is not installed" in why_not(HOPPER, LinearShape(inputs=128, outputs=128))[0]
 
 
-def test_it_is_found_by_name_and_not_chosen_before_it_is_measured():
-    backend = find_backend("fp8_block_native", "fp8_block")
+@pytest.mark.parametrize(("recipe", "function"), [("fp8_block", native_linear), ("mxfp8", native_mx_linear)])
+def test_it_is_found_by_name_and_not_chosen_before_it_is_measured(recipe, function):
+    backend = find_backend(NAMES[recipe], recipe)
     assert not backend.measured
     assert not backend.emulated
-    assert [b.name for b in backends_of("fp8_block") if b.measured] == ["fp8_block_emulated"]
+    assert [b.name for b in backends_of(recipe) if b.measured] == [f"{recipe}_emulated"]
     with pytest.raises(KernelUnavailable, match="multiple of 128"):
         require(backend, HOPPER, LinearShape(inputs=64, outputs=128))
-    assert backend.resolve() is native_linear
+    assert backend.resolve() is function
 
 
 def test_the_layer_is_declared_without_triton():
@@ -53,6 +56,14 @@ def test_other_rules_are_refused_before_any_work(change):
         layer(torch.ones(2, 128))
 
 
+def test_gathered_weights_of_mxfp8_are_refused():
+    layer = nn.Linear(128, 128)
+    lower(layer, MX, native_mx_linear)
+    vars(layer)["forward"].held.split(64, 0, 2)
+    with pytest.raises(KernelUnavailable, match="rounded along each axis"):
+        layer(torch.ones(2, 128))
+
+
 @pytest.fixture
 def own(monkeypatch):
     """On a CPU the interpreter computes products too."""
@@ -61,20 +72,26 @@ def own(monkeypatch):
         monkeypatch.setattr("gem_precision.kernels.product.choose", lambda m, n, k, square: "own")
 
 
-def pair(block_numbers, inputs, outputs):
+def pair(block_numbers, inputs, outputs, rule=RULE, function=native_linear):
     native, emulated = (nn.Linear(inputs, outputs, device=DEVICE) for _ in range(2))
     with torch.no_grad():
         native.weight.copy_(block_numbers(outputs, inputs, 7))
     emulated.load_state_dict(native.state_dict())
-    lower(native, RULE, native_linear)
-    lower(emulated, RULE)
+    lower(native, rule, function)
+    lower(emulated, rule)
     return native, emulated
 
 
 @pytest.mark.parametrize("rows", [0, 1, 131])
-@pytest.mark.parametrize("widths", [(128, 128), (256, 384)])
-def test_case_G11_native_layers_are_the_emulated_ones(block_numbers, own, rows, widths):
-    layers = pair(block_numbers, *widths)
+@pytest.mark.parametrize(
+    ("widths", "rule", "function"),
+    [((128, 128), RULE, native_linear), ((256, 384), RULE, native_linear), ((256, 128), MX, native_mx_linear)],
+    ids=["one block", "blocks", "mx"],
+)
+def test_case_G11_native_layers_are_the_emulated_ones(block_numbers, own, rows, widths, rule, function):
+    if function is native_mx_linear and DEVICE == "cuda":
+        pytest.skip("needs a Blackwell GPU, or the interpreter")
+    layers = pair(block_numbers, *widths, rule, function)
     results = []
     for layer in layers:
         x = block_numbers(rows, widths[0], 8).to(DEVICE).requires_grad_()

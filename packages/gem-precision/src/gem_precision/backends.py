@@ -85,12 +85,8 @@ BACKENDS: tuple[LinearBackend, ...] = (
         LinearBackend(name=emulated(recipe), recipe=recipe, load="gem_precision.linear:emulated_linear", emulated=True, measured=True)
         for recipe in PRESETS
     ),
-    LinearBackend(
-        name="fp8_block_native",
-        recipe="fp8_block",
-        load="gem_precision.native:native_linear",
-        check="gem_precision.native:why_not",
-    ),
+    LinearBackend(name="fp8_block_native", recipe="fp8_block", load="gem_precision.native:native_linear", check="gem_precision.native:why_not"),
+    LinearBackend(name="mxfp8_native", recipe="mxfp8", load="gem_precision.native:native_mx_linear", check="gem_precision.native:mx_why_not"),
 )
 """Every backend, those of one recipe in the order in which tables show them."""
 

@@ -1,12 +1,13 @@
-"""Linear layers whose products run on the FP8 tensor cores of Hopper: the recipe ``fp8_block`` for speed.
+"""Linear layers whose products run on FP8 tensor cores: ``fp8_block`` on Hopper, ``mxfp8`` on Blackwell.
 
-E4M3 everywhere, scales for 1 x 128 of activations and gradients and for 128 x 128 of weights, all powers of two: the recipe of arXiv 2412.19437.
-Numbers are those of the emulation up to the order of sums and the rounding of outputs and input gradients to bfloat16. The weight gradient is
-float32. Not measured on hardware yet, so nothing chooses it automatically.
+Numbers are those of the emulation up to the order of sums and the rounding of outputs and input gradients to bfloat16; the weight gradient is
+float32. ``fp8_block`` is the recipe of arXiv 2412.19437: E4M3 everywhere, scales for 1 x 128 of activations and gradients and for 128 x 128 of
+weights, here powers of two. Not measured on hardware yet, so nothing chooses these backends automatically.
 """
 
+from collections.abc import Callable
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,16 +23,45 @@ from gem_precision.weights import HeldWeight
 if TYPE_CHECKING:
     from gem_precision.kernels.cast import Both
 
-NAME = "fp8_block_native"
-_RULE = PRESETS["fp8_block"].rule()
+NAMES = {"fp8_block": "fp8_block_native", "mxfp8": "mxfp8_native"}
+"""The backend of each recipe that has one."""
+
+
+class Kernels(NamedTuple):
+    """Of one recipe: the cast of activations and gradients, that of weights, and the product ``left right^T`` of operands."""
+
+    cast: Callable[[Tensor], "Both"]
+    cast_weight: Callable[[Tensor], "Both"]
+    product: Callable[..., Tensor]
+
+
+def kernels_of(recipe: str) -> Kernels:
+    """Imports Triton."""
+    if recipe == "fp8_block":
+        from gem_precision.kernels.cast import cast_both, cast_weight
+        from gem_precision.kernels.product import product
+
+        return Kernels(cast_both, cast_weight, product)
+    from gem_precision.kernels.mx import mx_both, mx_product
+
+    return Kernels(mx_both, mx_both, mx_product)
 
 
 def why_not(device: Device, shape: LinearShape) -> list[str]:
-    """Why a layer cannot run natively; none if it can."""
+    """Why a layer cannot run as ``fp8_block_native``; none if it can."""
+    return _reasons(device, shape, 90, "the FP8 tensor cores of Hopper")
+
+
+def mx_why_not(device: Device, shape: LinearShape) -> list[str]:
+    """Why a layer cannot run as ``mxfp8_native``; none if it can."""
+    return _reasons(device, shape, 100, "the block-scaled tensor cores of Blackwell")
+
+
+def _reasons(device: Device, shape: LinearShape, arch: int, cores: str) -> list[str]:
     reasons = []
-    if device.arch != 90:
+    if device.arch != arch:
         where = device.type if device.arch is None else f"sm{device.arch}"
-        reasons.append(f"its products need the FP8 tensor cores of Hopper (sm90), this is {where}")
+        reasons.append(f"its products need {cores} (sm{arch}), this is {where}")
     for name, width in (("inputs", shape.inputs), ("outputs", shape.outputs)):
         if width % 128 or not width:
             reasons.append(f"{width} {name} are no multiple of 128")
@@ -56,10 +86,26 @@ def native_linear(x: Tensor, weight: Tensor, rule: LinearRule, held: HeldWeight,
     Raises:
         KernelUnavailable: another rule.
     """
-    if rule != _RULE:
-        so = "it computes the formats of fp8_block, with low weight gradients, without stochastic rounding and without a Hadamard transform"
-        raise KernelUnavailable(f"linear backend {NAME!r} for {rule.label}", so, "Leave these options out, or name 'fp8_block_emulated'.")
-    out: Tensor = _Native.apply(x, weight, held, watch)  # type: ignore[no-untyped-call]
+    return _native("fp8_block", x, weight, rule, held, watch)
+
+
+def native_mx_linear(x: Tensor, weight: Tensor, rule: LinearRule, held: HeldWeight, watch: Watch | None = None) -> Tensor:
+    """``x weight^T`` in ``mxfp8``; as ``native_linear``.
+
+    Raises:
+        KernelUnavailable: another rule, or a weight that came rounded from other ranks: its two orientations differ.
+    """
+    if held.travelled:
+        so = "weights that travel in mxfp8 are rounded along each axis apart, which its cast cannot tell"
+        raise KernelUnavailable(f"linear backend {NAMES['mxfp8']!r} of a gathered weight", so, "Name 'mxfp8_emulated'.")
+    return _native("mxfp8", x, weight, rule, held, watch)
+
+
+def _native(recipe: str, x: Tensor, weight: Tensor, rule: LinearRule, held: HeldWeight, watch: Watch | None) -> Tensor:
+    if rule != PRESETS[recipe].rule():
+        so = f"it computes the formats of {recipe}, with low weight gradients, without stochastic rounding and without a Hadamard transform"
+        raise KernelUnavailable(f"linear backend {NAMES[recipe]!r} for {rule.label}", so, f"Leave these options out, or name '{recipe}_emulated'.")
+    out: Tensor = _Native.apply(x, weight, rule, held, watch, kernels_of(recipe))  # type: ignore[no-untyped-call]
     return out
 
 
@@ -67,39 +113,33 @@ class _Native(torch.autograd.Function):
     """Keeps the cast activations, transposed, in the place of ``x``: half the bytes of bfloat16."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, held: HeldWeight, watch: Watch | None) -> Tensor:
-        from gem_precision.kernels.cast import cast_both
-        from gem_precision.kernels.product import product
-
-        low = cast_both(x.contiguous())
+    def forward(ctx: Any, x: Tensor, weight: Tensor, rule: LinearRule, held: HeldWeight, watch: Watch | None, kernels: Kernels) -> Tensor:
+        low = kernels.cast(x.contiguous())
         ctx.save_for_backward(weight, low.turned.elements, low.turned.scales)
-        ctx.held, ctx.watch, ctx.rows, ctx.dtype = held, watch, x.shape[0], x.dtype
+        ctx.rule, ctx.held, ctx.watch, ctx.kernels = rule, held, watch, kernels
+        ctx.rows, ctx.dtype, ctx.operand = x.shape[0], x.dtype, type(low.turned)
         if watch is not None:
-            watch("inputs", x, quantize(x, _RULE.inputs))
+            watch("inputs", x, quantize(x, rule.inputs))
             if not held.travelled:
                 watch("weights", weight, held.rounded(weight, transposed=False))
-        return product(low.along, _cast(held, weight).along)[: x.shape[0]]
+        return kernels.product(low.along, _cast(held, weight, kernels).along)[: x.shape[0]]
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
-        from gem_precision.kernels.cast import Operand, cast_both
-        from gem_precision.kernels.product import product
-
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         weight, elements, scales = ctx.saved_tensors
-        low = cast_both(grad.contiguous())
+        kernels: Kernels = ctx.kernels
+        low = kernels.cast(grad.contiguous())
         if ctx.watch is not None:
-            ctx.watch("grads", grad, quantize(grad, _RULE.grads))
+            ctx.watch("grads", grad, quantize(grad, ctx.rule.grads))
         dx = dw = None
         if ctx.needs_input_grad[0]:
-            dx = product(low.along, _cast(ctx.held, weight).turned)[: ctx.rows].to(ctx.dtype)
+            dx = kernels.product(low.along, _cast(ctx.held, weight, kernels).turned)[: ctx.rows].to(ctx.dtype)
         if ctx.needs_input_grad[1]:
-            dw = product(low.turned, Operand(elements, scales, square=False), torch.float32).to(weight.dtype)
-        return dx, dw, None, None
+            dw = kernels.product(low.turned, ctx.operand(elements, scales, square=False), torch.float32).to(weight.dtype)
+        return dx, dw, None, None, None, None
 
 
-def _cast(held: HeldWeight, weight: Tensor) -> "Both":
+def _cast(held: HeldWeight, weight: Tensor, kernels: Kernels) -> "Both":
     """The weight in E4M3, cast once for each value of it. One that has travelled rounded is exact in the format already."""
-    from gem_precision.kernels.cast import cast_weight
-
-    return held.get(held.operand(weight, transposed=False) if held.travelled else weight, NAME, cast_weight)
+    return held.get(held.operand(weight, transposed=False) if held.travelled else weight, "native", kernels.cast_weight)

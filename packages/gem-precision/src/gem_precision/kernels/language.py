@@ -49,6 +49,12 @@ def inverse_scale(bits):
 
 
 @triton.jit
+def scale_code(bits):
+    """The scale of a block in E8M0, eight bits: its exponent and 127, or 255 where the block holds a NaN or an infinity."""
+    return tl.where(bits >= 0x7F800000, 255, _exponent(bits)).to(tl.uint8)
+
+
+@triton.jit
 def _byte(x, SHIFT: tl.constexpr):
     """``x`` in E4M3, its bits at their place in a word."""
     return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True).to(tl.int32) << SHIFT
@@ -73,17 +79,16 @@ def _word(x0, x1, x2, x3):
 
 
 @triton.jit
-def _store_turned(q0, q1, q2, q3, inverse, base, row, column, stride):
+def store_turned(q0, q1, q2, q3, factor, base, row, column, stride):
     """A tile in E4M3, transposed: ``base[column + c, row + r]``.
 
     Args:
         q0, q1, q2, q3: its quarters.
-        inverse: what to multiply its columns with, ``[128]``.
+        factor: what to multiply each of them with, ``[32 or 1, 128]``.
         base: a matrix of 32-bit words, four elements each, whose rows are ``stride`` words apart.
         row: the tile's first row, a multiple of 128.
         column: its first column, int64.
     """
-    factor = inverse[None, :]
     words = _word(q0 * factor, q1 * factor, q2 * factor, q3 * factor)
     columns = column + tl.arange(0, BLOCK)
     places = row // 4 + tl.arange(0, QUARTER)
@@ -118,5 +123,5 @@ def store_both(q0, q1, q2, q3, row_tile, column_tile, columns, padded, out, out_
     _store_quarter(q2, out, out_scale, row + 2, column, columns, padded)
     _store_quarter(q3, out, out_scale, row + 3, column, columns, padded)
     bits = tl.max(tl.maximum(tl.maximum(magnitude(q0), magnitude(q1)), tl.maximum(magnitude(q2), magnitude(q3))), 0)
-    _store_turned(q0, q1, q2, q3, inverse_scale(bits), turned, row, column.to(tl.int64), padded // 4)
+    store_turned(q0, q1, q2, q3, inverse_scale(bits)[None, :], turned, row, column.to(tl.int64), padded // 4)
     tl.store(turned_scale + row_tile.to(tl.int64) * columns + column + tl.arange(0, BLOCK), scale(bits))
