@@ -90,7 +90,12 @@ RUNGS = (
         summary="torch without fused kernels, rows padded within buckets of alike length",
         changes=(_use("bucketed", [op.name for op in BASELINE_OPS]),),
     ),
-    Rung(name="fused-attention", summary="fused kernels for attention", changes=(_use("bucketed", _OTHERS),), cannot=_only_unfused(ATTENTION)),
+    Rung(
+        name="fused-attention",
+        summary="fused kernels for attention",
+        changes=(_use("bucketed", _OTHERS), "kernels.on_reference=error"),
+        cannot=_only_unfused(ATTENTION),
+    ),
     Rung(name="fused-blocks", summary="fused kernels for norms, gates and blocks", changes=("kernels.use={}",), cannot=_only_unfused(_OTHERS)),
     Rung(name="compiled", summary="repeated blocks compiled", changes=("compile.blocks=default",), cannot=_opaque),
     Rung(name="balanced", summary="batches of nearly equal cost", options=("balance=lpt",), cannot=_no_balance),

@@ -77,7 +77,7 @@ def bounded(batch: Batch, schema: DataSchema) -> Batch:
 @contextmanager
 def compiled_blocks(model: nn.Module, options: CompileSection, schema: DataSchema) -> Iterator[Compiled]:
     """Compile the blocks of ``model``; they are when they first run. The limit on compilations holds for the process while this is open."""
-    from torch._dynamo import config
+    from torch._dynamo import config, reset
 
     found, compiled = blocks(model), Compiled()
     for block in found:
@@ -94,6 +94,7 @@ def compiled_blocks(model: nn.Module, options: CompileSection, schema: DataSchem
             yield compiled
     finally:
         hook.remove()
+        reset()  # what was compiled keeps memory that the next run of this process may want
 
 
 @contextmanager
