@@ -28,6 +28,10 @@ _SHOWN = {
 }
 
 
+LONGEST = 4
+"""Collectives that are printed under a row; ``--json`` has all."""
+
+
 def scale(
     recipe: Annotated[str, typer.Option("--recipe", "-c", help="A TOML file, or the name of a recipe.")],
     gpus: Annotated[str, typer.Option(help="Numbers of ranks. One rank is always run: everything is told relative to it.")] = "1,2,4,8",
@@ -63,7 +67,7 @@ def scale(
     folder.mkdir(parents=True, exist_ok=True)
     for file in (folder / "results.csv", *([] if csv_file is None else [csv_file])):
         write_rows(file, rows)
-    if plot is not None:
+    if plot is not None and any(detail["status"] == "ran" for detail in details):
         from gem_parallel.scale.plot import draw
 
         draw(plot, rows, details)
@@ -112,8 +116,8 @@ def show(row: Mapping[str, Any], detail: Mapping[str, Any], *, head: bool) -> No
     print(*(f"{_figure(row.get(name, '')):>{width}}" for name, width in _SHOWN.items()), row["note"], flush=True)
     if "mfu" in row:
         identity = f"MFU {row['mfu']:.3%} = local MFU {row['local_mfu']:.3%} x scaling ratio {row['scaling_ratio']:.1%}"
-        exposed = "".join(f"; {name} {ms:.2f} ms" for name, ms in detail["exposed"].items())
-        print(f"{'':5} {identity}{exposed}", flush=True)
+        most = sorted(detail["exposed"].items(), key=lambda item: -item[1])[:LONGEST]
+        print(f"      {identity}", *(f"{name} {ms:.2f} ms" for name, ms in most), sep="; ", flush=True)
 
 
 def _figure(value: Any) -> str:

@@ -11,10 +11,10 @@ COLOURS = ("#2563eb", "#ea580c", "#059669", "#9333ea", "#dc2626", "#0891b2", "#c
 
 
 def draw(path: Path, rows: Sequence[Mapping[str, Any]], details: Sequence[Mapping[str, Any]]) -> None:
-    """Samples a second by ranks, measured and predicted beside the ideal, and the parts of a step; rows without figures are left out."""
+    """Samples a second by ranks, measured and predicted, and the parts of a step; rows without figures are left out."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(11, 4.2), layout="constrained")
+    figure = Figure(figsize=(12, 4.6), layout="constrained")
     left, right = figure.subplots(1, 2)
     ran = [(row, detail) for row, detail in zip(rows, details, strict=True) if detail["status"] == "ran"]
     for layout, colour in zip(dict.fromkeys(row["layout"] for row, _ in ran), COLOURS, strict=False):
@@ -30,7 +30,9 @@ def draw(path: Path, rows: Sequence[Mapping[str, Any]], details: Sequence[Mappin
             label=f"{layout}, predicted",
         )
     left.set_xscale("log", base=2)
-    left.set_yscale("log")
+    counts = sorted({row["ranks"] for row, _ in ran})
+    left.set_xticks(counts, map(str, counts))
+    left.set_ylim(bottom=0)
     left.set_xlabel("ranks", color=INK)
     left.set_title("Samples a second", color=INK, fontsize=10)
     _stack(right, ran)
@@ -45,12 +47,13 @@ def draw(path: Path, rows: Sequence[Mapping[str, Any]], details: Sequence[Mappin
 
 def _stack(axes: Any, ran: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> None:
     """A bar for each run: its own work, blocked by collectives, waiting, data, and the rest of the step."""
-    names = [f"{row['layout']}\n{row['ranks']}" for row, _ in ran]
+    names = [f"{row['layout']} {row['ranks']}" for row, _ in ran]
     parts = {name: [row[f"{name}_ms"] for row, _ in ran] for name in ("local", "exposed", "wait", "data")}
     parts["rest"] = [sum(detail["parts"].values()) - sum(part[i] for part in parts.values()) for i, (_, detail) in enumerate(ran)]
-    below = [0.0] * len(ran)
-    for (name, heights), colour in zip(parts.items(), COLOURS, strict=False):
+    before = [0.0] * len(ran)
+    for (name, widths), colour in zip(parts.items(), COLOURS, strict=False):
         label = f"local ({', '.join(LOCAL)})" if name == "local" else name
-        axes.bar(names, heights, bottom=below, color=colour, label=label)
-        below = [low + height for low, height in zip(below, heights, strict=True)]
+        axes.barh(names, widths, left=before, color=colour, label=label)
+        before = [low + width for low, width in zip(before, widths, strict=True)]
+    axes.invert_yaxis()
     axes.set_title("A mean step (ms)", color=INK, fontsize=10)

@@ -46,6 +46,10 @@ class Bench:
         """Rows of a global batch."""
         return int(self.config["data"]["batch_size"]) * (ranks if self.weak else 1)
 
+    def rows_a_step(self, ranks: int) -> int:
+        """Rows of a step of full batches."""
+        return self.batch_size(ranks) * int(self.config["optim"]["accumulate"])
+
     def place(self, layout: str, ranks: int) -> Path:
         """Where a run's log, result and run folder are."""
         return self.folder / f"ranks-{ranks}" / layout

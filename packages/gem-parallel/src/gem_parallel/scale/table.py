@@ -31,8 +31,9 @@ class _Runs:
     bench: Bench
     ended: dict[tuple[int, tuple[str, ...]], tuple[str, Ended]] = field(default_factory=dict)
 
-    def run(self, layout: str, ranks: int, settings: tuple[str, ...]) -> tuple[str, Ended]:
+    def run(self, layout: str, ranks: int) -> tuple[str, Ended]:
         """The name under which it was run, and how it ended."""
+        settings = settings_of(layout, ranks, self.bench.config)
         if (ranks, settings) not in self.ended:
             self.ended[ranks, settings] = layout, run_once(self.bench, layout, ranks, settings)
         return self.ended[ranks, settings]
@@ -46,34 +47,36 @@ def measure(bench: Bench, ranks: Sequence[int], layouts: Sequence[str], machine:
     Raises:
         RequestError: the folder holds runs of another request; nothing was run then.
     """
-    base = {layout: settings_of(layout, 1, bench.config) for layout in layouts}
-    possible = [(layout, count) for count in ranks for layout in layouts if why_not(layout, count) is None]
-    settings = {pair: settings_of(*pair, bench.config) for pair in possible}
-    check_folder(bench, {pair: asked_of(bench, pair[1], chosen) for pair, chosen in settings.items()})
+    pairs = [(layout, count) for count in ranks for layout in layouts]
+    possible = [(layout, count) for layout, count in pairs if why_not(layout, count) is None]
+    check_folder(bench, {pair: asked_of(bench, pair[1], settings_of(*pair, bench.config)) for pair in possible})
     runs, predictor = _Runs(bench=bench), Predictor(bench=bench, machine=machine)
-    for count in ranks:
-        for layout in layouts:
-            about = {"ranks": count, "recipe": bench.recipe, "layout": layout, "scaling": "weak" if bench.weak else "strong"}
-            if (layout, count) not in settings:
-                yield {**about, "note": f"cannot be: {why_not(layout, count)}"}, {"status": "cannot"}
-                continue
-            first = runs.run(layout, 1, base[layout])[1].figures
-            name, ended = runs.run(layout, count, settings[layout, count])
-            if ended.figures is None:
-                yield _without_figures(about, ended, based=first is not None)
-                continue
-            notes = [] if name == layout else [f"the run of {name}, which is the same"]
-            if ended.figures.rows < bench.batch_size(count):
-                notes.append(f"steps had {ended.figures.rows:g} of {bench.batch_size(count)} rows: the split ends within the window")
-            predicted = None
-            if first is not None:
-                try:
-                    predicted = predictor.seconds(count, settings[layout, count], first, base[layout])
-                except GemError as error:
-                    notes.append(f"no prediction: {error.asked}: {error.so}")
-            row = row_of(about, ended.figures, first, predicted, notes)
-            detail = {"status": "ran", "log": str(ended.place / "log.txt"), "exposed": ended.figures.exposed(), "parts": dict(ended.figures.parts)}
-            yield row, detail
+    for layout, count in pairs:
+        about = {"ranks": count, "recipe": bench.recipe, "layout": layout, "scaling": "weak" if bench.weak else "strong"}
+        if (layout, count) not in possible:
+            yield {**about, "note": f"cannot be: {why_not(layout, count)}"}, {"status": "cannot"}
+            continue
+        base = runs.run(layout, 1)[1].figures
+        name, ended = runs.run(layout, count)
+        if ended.figures is None:
+            yield _without_figures(about, ended, based=base is not None)
+            continue
+        notes = [] if name == layout else [f"the run of {name}, which is the same"]
+        if ended.figures.rows < bench.rows_a_step(count):
+            notes.append(f"steps had {ended.figures.rows:g} of {bench.rows_a_step(count)} rows: the split ends within the window")
+        predicted = None if base is None else _predicted(predictor, layout, count, base, notes)
+        detail = {"status": "ran", "log": str(ended.place / "log.txt"), "exposed": ended.figures.exposed(), "parts": dict(ended.figures.parts)}
+        yield row_of(about, ended.figures, base, predicted, notes), detail
+
+
+def _predicted(predictor: Predictor, layout: str, ranks: int, base: Figures, notes: list[str]) -> float | None:
+    """Seconds of a step, or None with the reason among the notes."""
+    config = predictor.bench.config
+    try:
+        return predictor.seconds(ranks, settings_of(layout, ranks, config), base, settings_of(layout, 1, config))
+    except GemError as error:
+        notes.append(f"no prediction: {error.asked}: {error.so}")
+        return None
 
 
 def _without_figures(about: Mapping[str, Any], ended: Ended, *, based: bool) -> tuple[Row, Row]:
