@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from gem_core.bench.step import _finish, _take, _works
+from gem_core.bench.roofline import finish
+from gem_core.bench.step import take, works_of
 from gem_core.bench.timeline import CATEGORIES, GAPS, LOOKED_UP, OP, attribute, segments
 from gem_core.ops.slot import kernel_slots
 
@@ -54,24 +55,24 @@ def profile_steps(run: Any, *, steps: int, warmup: int) -> Breakdown:
     Raises:
         RunFailed: as training does.
     """
-    device, works = run.world.device, _works(run)
+    device, works = run.world.device, works_of(run)
 
-    def take(count: int) -> None:
+    def go(count: int) -> None:
         for _ in range(count):
-            _take(run, *next(works))
-        _finish(device)
+            take(run, *next(works))
+        finish(device)
 
     with named_ranges(run.model, run.embeddings):
         run.ledger.begin(0)
-        take(warmup)
+        go(warmup)
         begun = time.perf_counter()
-        take(steps)
+        go(steps)
         plain = (time.perf_counter() - begun) / steps
         kinds = [torch.profiler.ProfilerActivity.CPU, *([torch.profiler.ProfilerActivity.CUDA] if device.type == "cuda" else [])]
         with torch.profiler.profile(activities=kinds) as profiler:
             run.world.clock.tracing = True
             with torch.profiler.record_function(WINDOW):
-                take(steps)
+                go(steps)
             run.world.clock.tracing = False
     return read(_events(profiler), steps=steps, plain=plain)
 

@@ -65,15 +65,16 @@ def copy_bandwidth(device: torch.device) -> float:
     target.copy_(source)
     best = float("inf")
     for _ in range(_COPIES):
-        _finish(device)
+        finish(device)
         begun = time.perf_counter()
         target.copy_(source)
-        _finish(device)
+        finish(device)
         best = min(best, time.perf_counter() - begun)
     return 2 * source.nbytes / best
 
 
-def _finish(device: torch.device) -> None:
+def finish(device: torch.device) -> None:
+    """Wait until a GPU has done what was queued."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

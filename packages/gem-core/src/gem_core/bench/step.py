@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from gem_core.bench.flops import StepFlops, peak_seconds, run_flops, unit_peak
+from gem_core.bench.roofline import finish
 from gem_core.train.compose import Run
 from gem_core.train.feed import Feed, Work
 from gem_core.train.ledger.clock import DATA
@@ -82,12 +83,12 @@ def measure_steps(run: Run, *, steps: int, warmup: int, told: Callable[[int], No
     Raises:
         RunFailed: as training does.
     """
-    device, works = run.world.device, _works(run)
+    device, works = run.world.device, works_of(run)
     run.ledger.begin(0)
     for number in range(warmup):
-        _take(run, *next(works))
+        take(run, *next(works))
         told(number + 1)
-    _finish(device)
+    finish(device)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     run.ledger.close_window()
@@ -95,9 +96,9 @@ def measure_steps(run: Run, *, steps: int, warmup: int, told: Callable[[int], No
     seconds, done = [], []
     begun = mark = time.perf_counter()
     for number in range(steps):
-        work = _take(run, *next(works))
+        work = take(run, *next(works))
         if number == steps - 1:
-            _finish(device)
+            finish(device)
         now = time.perf_counter()
         seconds.append(now - mark)
         mark = now
@@ -106,7 +107,8 @@ def measure_steps(run: Run, *, steps: int, warmup: int, told: Callable[[int], No
     return _figures(run, done, np.array(seconds), mark - begun)
 
 
-def _works(run: Run) -> Iterator[tuple[Feed, Work]]:
+def works_of(run: Run) -> Iterator[tuple[Feed, Work]]:
+    """The steps of a run over epoch after epoch, each with its feed."""
     for epoch in count():
         feed = epoch_feed(run, epoch)
         for work in feed:
@@ -114,17 +116,13 @@ def _works(run: Run) -> Iterator[tuple[Feed, Work]]:
         run.progress.close_epoch(feed.dropped)
 
 
-def _take(run: Run, feed: Feed, work: Work) -> Work:
+def take(run: Run, feed: Feed, work: Work) -> Work:
+    """Take one step, and count it."""
     take_step(run, feed, work)
     run.progress.step += 1
     run.progress.next_batch += len(work.batches)
     run.ledger.end_step(run.progress.step, work.batches)
     return work
-
-
-def _finish(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _figures(run: Run, done: list[Work], seconds: Any, whole: float) -> StepFigures:
