@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from gem_core.ops.slot import KernelSlot, bind_kernels
-from gem_core.spec import ChangingPrecision, PairedSums, PrecisionNews, RequestError
+from gem_core.spec import LOW_WEIGHTS, ChangingPrecision, PairedSums, PrecisionNews, RequestError
 from gem_precision import telemetry
 from gem_precision.formats import fake_quantize, find_format
 from gem_precision.guard.records import FILE, read_lines
@@ -284,6 +284,12 @@ def test_the_last_layers_stay_high() -> None:
 def test_a_guard_of_nothing_is_refused(options: dict[str, Any]) -> None:
     with pytest.raises(RequestError, match="no site of this model is in low precision"):
         LowPrecision("mxfp8", small=4096, **options).prepare(Model(), "cpu")
+
+
+def test_weights_of_layers_that_may_be_high_travel_as_they_are() -> None:
+    (plain, _), (guarded, _), (ramped, _) = made(), made(guard=GuardOptions(every=1)), made(ramp=RampOptions(start=2))
+    assert hasattr(plain.layers[0].one, LOW_WEIGHTS)
+    assert not any(hasattr(model.layers[0].one, LOW_WEIGHTS) for model in (guarded, ramped))
 
 
 def test_switches_change_no_parameter_and_no_name() -> None:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 import gem_core.ops
+from gem_core.spec import LOW_WEIGHTS
 from gem_precision.linear import LowForward
 from gem_precision.sites import Site
 
@@ -79,9 +80,13 @@ class SwitchedBind:
 
 
 def install(site: Site) -> Switch:
-    """Put a site that a recipe has lowered under a switch, set low. Parameters and state dicts stay as they are."""
+    """Put a site that a recipe has lowered under a switch, set low. Parameters and state dicts stay as they are.
+
+    The weights of a layer that may be high have to reach it as they are, so they do not travel between ranks in the format.
+    """
     switch = Switch(site.name)
     if site.slot is None:
+        vars(site.module).pop(LOW_WEIGHTS, None)
         vars(site.module)["forward"] = SwitchedForward(vars(site.module)["forward"], switch)
     else:
         vars(site.slot)["bind"] = SwitchedBind(site.slot.op, site.slot.bind, switch)
