@@ -218,6 +218,49 @@ class Stranger(nn.Module):
         return layers_only + own_flops(self, 1000)
 
 
+class Twice(Stranger):
+    """Calls a layer twice, and has one without anything to learn."""
+
+    def __init__(self, times: int) -> None:
+        super().__init__()
+        self.times, self.second, self.idle = times, nn.Linear(5, 5), nn.Identity()
+
+    def forward(self, batch: Any, embedded: Any) -> Any:
+        x = self.first(self.idle(batch.dense["price"]))
+        for _ in range(self.times):
+            x = self.second(x)
+        return x
+
+
+def test_a_layer_that_is_called_twice_is_refused(run: Run) -> None:
+    once, twice = Twice(1), Twice(2)
+    with pytest.raises(RequestError, match="'second' alone: a forward pass calls it several times"):
+        measure_layers(stand_in(run, model=twice, dense=twice), MACHINE)
+    assert not twice.second._forward_pre_hooks
+    idle = measure_layers(stand_in(run, model=once, dense=once), MACHINE, repeats=1).rows[-1]
+    assert (idle.module, idle.flops, idle.bound) == ("idle", 0, "bytes")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "outside"),
+    [
+        (["model.name=hstu", "model.options={dim = 8}"], False),
+        (["model.name=dlrm", "model.options={dim = 8}"], True),  # its dot products are the model's own
+        (["precision.recipe=bf16"], False),
+        (["model.options.experts=[{kind = 'wukong'}, {kind = 'cross'}, {kind = 'deep'}]", "model.options.comp_skip=pool_first"], False),
+    ],
+)
+def test_every_model_and_precision_can_be_measured(overrides: list[str], outside: bool, tmp_path: Path) -> None:
+    own = [word for word in SMALL if not (word.startswith("model.") and "model.name" in overrides[0])]
+    other = compose(load_config("toy", [*own, *overrides, f"run.out='{tmp_path / 'run'}'"]))
+    try:
+        found = measure_layers(other, MACHINE, repeats=1)
+    finally:
+        other.close()
+    assert (found.covered < 1) == outside
+    assert 0 < found.mfu < 1
+
+
 def test_the_children_of_any_other_model_are_its_layers(run: Run) -> None:
     model = Stranger()
     found = measure_layers(stand_in(run, model=model, dense=model), MACHINE, repeats=1)

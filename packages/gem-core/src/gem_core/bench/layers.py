@@ -180,21 +180,31 @@ def layers_of(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _captured(run: Any, host_batch: Batch) -> list[_Call]:
-    """The first call of each layer in a forward pass, in their order."""
+    """The call of each layer in a forward pass, in the order of the model.
+
+    Raises:
+        RequestError: a layer is called more than once: its FLOPs are those of all calls, its inputs those of one.
+    """
     calls: dict[str, _Call] = {}
 
     def keep(name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            calls.setdefault(name, _Call(name, module, *tree_map(_cut_off, (args, kwargs))))
+            if name in calls:
+                raise RequestError(f"layer {name!r} alone", "a forward pass calls it several times", "Give each call a module of its own.")
+            calls[name] = _Call(name, module, *tree_map(_cut_off, (args, kwargs)))
 
         return hook
 
-    named = layers_of(run.model)
-    handles = [module.register_forward_pre_hook(keep(name), with_kwargs=True) for name, module in named.items()]
-    batch = host_batch.to(run.world.device)
-    try:
+    named, batch = layers_of(run.model), host_batch.to(run.world.device)
+
+    def forward() -> None:
         with run.precision.forward_context(run.world.device.type):
             run.dense(batch, run.embeddings(batch.ids))
+
+    forward()  # strategies that measure do so in the first one, and call layers more than once
+    handles = [module.register_forward_pre_hook(keep(name), with_kwargs=True) for name, module in named.items()]
+    try:
+        forward()
     finally:
         for handle in handles:
             handle.remove()
@@ -252,7 +262,7 @@ class _Alone:
         outputs, given = self.forward(), _tensors((call.args, call.kwargs))
         wanted = [t for t in (*given, *call.module.parameters()) if t.requires_grad]
         self._grads = [torch.ones_like(out) for out in outputs]
-        found = torch.autograd.grad(outputs, wanted, self._grads, allow_unused=True)
+        found = torch.autograd.grad(outputs, wanted, self._grads, allow_unused=True) if outputs else [None] * len(wanted)
         self._wanted = [tensor for tensor, grad in zip(wanted, found, strict=True) if grad is not None]
         """What the layer reads and has gradients: it may be handed more, such as the vectors of other layers' features."""
         fixed = [t for t in given if not t.requires_grad]
@@ -265,8 +275,9 @@ class _Alone:
         return [t for t in _tensors(result) if t.requires_grad and t.grad_fn is not None]
 
     def backward(self, outputs: list[Tensor]) -> None:
-        """Gradients of weights and inputs; they are dropped."""
-        torch.autograd.grad(outputs, self._wanted, self._grads)
+        """Gradients of weights and inputs, if it has any; they are dropped."""
+        if outputs:
+            torch.autograd.grad(outputs, self._wanted, self._grads)
 
 
 def _tensors(value: Any) -> list[Tensor]:
