@@ -76,7 +76,7 @@ def tests() -> list[Part]:
     # "HstuAttention" is also the beginning of the name of the Gluon suite.
     found += [_tests(kind, "test_gpu_conformance_portable.py", f"Test{kind} and not Test{kind}Gluon") for kind in PORTABLE]
     found += [_tests(name, "test_gpu_adapters.py", name) for name in ("Varlen", "Flex")]
-    files = ("attention_ops", "block_attention", "hstu_attention", "launcher", "norm_linear", "portable_attention")
+    files = ("attention_ops", "block_attention", "hstu_attention", "launcher", "norm_linear", "pffn", "portable_attention")
     found += [_tests(name, f"test_gpu_{name}.py") for name in files]
     direct = {"GEM_DIRECT_LAUNCH": "1", "GEM_CHECK": "full"}
     return [
@@ -95,6 +95,7 @@ def timings() -> list[Part]:
         host,
         *(_cli(f"bench-{op}", *bench, "--op", op) for op in ops),
         _cli("bench-adapters", *bench, "--op", "jagged_attention", *adapters, limit=90),
+        _cli("tune-block", "tune", "--op", "block_attention", limit=150, GEM_KERNELS_HOME="OUT/tuned"),
         _cli("tune-gdpa", "tune", "--op", "gdpa", "--shape", "self-L256", limit=120, GEM_KERNELS_HOME="OUT/tuned"),
     ]
 

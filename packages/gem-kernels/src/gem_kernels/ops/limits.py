@@ -50,9 +50,9 @@ def check_flex(request: KernelRequest) -> list[str]:
 
 
 def check_pffn(request: KernelRequest) -> list[str]:
-    """As ``check_attention``; the slope of ``gelu_fast`` has jumps, and bf16 rounds the normed queries across them."""
-    jumps = request.dtype == "bf16" and "act_gelu_fast" in request.features
-    return check_attention(request) + (["bf16 with act_gelu_fast misses the bound of the conformance suite in its gradients"] if jumps else [])
+    """As ``check_attention``. bf16 with ``gelu_fast`` (``pffn.launch.HALVED``) has been shown on a CPU only and waits for a GPU."""
+    waits = request.dtype == "bf16" and "act_gelu_fast" in request.features
+    return check_attention(request) + (["bf16 with act_gelu_fast has not been measured on a GPU since its queries keep more bits"] if waits else [])
 
 
 def check_block_attention(request: KernelRequest) -> list[str]:

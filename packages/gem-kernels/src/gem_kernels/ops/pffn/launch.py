@@ -11,8 +11,14 @@ from gem_core.spec import KernelUnavailable
 from gem_kernels.ops import host
 from gem_kernels.ops.direct import differentiable, direct
 from gem_kernels.ops.gdpa.launch import gdpa
-from gem_kernels.ops.limits import MAX_NORM_WIDTH
+from gem_kernels.ops.limits import MAX_NORM_WIDTH, MAX_WIDTH
 from gem_kernels.ops.norm_linear.launch import norm_rows, norm_rows_grad, row_tile
+
+JUMPING = "gelu_fast"
+"""Its slope jumps by 0.17 at both ends of the polynomial."""
+HALVED = (torch.bfloat16,)
+"""Dtypes so coarse that rounding the normed queries carries some scores across such a jump, and gradients out of the bound of the conformance suite:
+there the queries are the sum of two tensors of the dtype, side by side, and the keys are seen twice."""
 
 
 def pffn(
@@ -34,7 +40,13 @@ def pffn(
         MachineError: triton is missing, or the tensors lie on the CPU and the interpreter is off.
     """
     flat = q0.flatten(1).contiguous()
-    ln = _norm_op(flat, float(eps)).view_as(q0)
+    if activation == JUMPING and q0.dtype in HALVED:
+        if q0.shape[2] > MAX_WIDTH // 2:
+            so = f"{JUMPING} takes queries in two halves, and head size {q0.shape[2]} is above {MAX_WIDTH // 2}"
+            raise KernelUnavailable("pffn with backend 'triton'", so, "Use backend='reference'.")
+        ln, k = _halves_op(q0, float(eps)), torch.cat([k, k], dim=-1)
+    else:
+        ln = _norm_op(flat, float(eps)).view_as(q0)
     options: dict[str, Any] = {"activation": activation, "scale": scale, "scale_position": scale_position}
     o = gdpa(ln, k, v, q_offsets, None, max_q=max_q, max_k=k.shape[1], **options)
     out: Tensor = _out_op(o.flatten(1), flat, q_offsets, max_q, float(eps))
@@ -52,6 +64,15 @@ def _norm(x: Tensor, eps: float) -> Tensor:
     if x.shape[1] > MAX_NORM_WIDTH:
         raise KernelUnavailable("pffn with backend 'triton'", f"tokens of {x.shape[1]} are above {MAX_NORM_WIDTH}", "Use backend='reference'.")
     return norm_rows(x, None, None, None, layer=True, eps=eps)[0]
+
+
+@torch.library.custom_op("gem_kernels::pffn_norm_halves", mutates_args=())
+def _halves(q0: Tensor, eps: float) -> Tensor:
+    """``LayerNorm(q0)`` ``[tokens, heads, 2 dim]``: rounded, and beside it what rounding has lost."""
+    host.check_call("pffn", q0)
+    whole = _norm(q0.flatten(1).float(), eps).view(q0.shape)
+    high = whole.to(q0.dtype)
+    return torch.cat([high, (whole - high).to(q0.dtype)], dim=-1)
 
 
 @torch.library.custom_op("gem_kernels::pffn_norm_grad", mutates_args=())
@@ -91,6 +112,11 @@ def _(x: Tensor, eps: float) -> Tensor:
     return x.new_empty(x.shape)
 
 
+@_halves.register_fake
+def _(q0: Tensor, eps: float) -> Tensor:
+    return q0.new_empty((*q0.shape[:2], 2 * q0.shape[2]))
+
+
 @_norm_grad.register_fake
 def _(dy: Tensor, x: Tensor, eps: float) -> Tensor:
     return x.new_empty(x.shape)
@@ -115,6 +141,13 @@ def _norm_backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
     return direct(_norm_grad, dy, *ctx.saved_tensors, ctx.eps), None
 
 
+def _halves_backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+    """Both halves have the gradient of their sum."""
+    (q0,) = ctx.saved_tensors
+    one = dy[..., : q0.shape[2]].flatten(1).contiguous()
+    return direct(_norm_grad, one, q0.flatten(1).contiguous(), ctx.eps).view(q0.shape), None
+
+
 def _save_out(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(*inputs[:3])
     ctx.settings = inputs[3:]
@@ -125,4 +158,5 @@ def _out_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
 
 
 _norm_op = differentiable(_norm, _norm_backward, _save_norm)
+_halves_op = differentiable(_halves, _halves_backward, _save_norm)
 _out_op = differentiable(_out, _out_backward, _save_out)
