@@ -28,6 +28,6 @@ def test_four_ranks_of_experts_and_fully_sharded_tables(gem: Callable[..., Any],
     assert float(four["predicted_ms"]) > 0
     assert 0 < float(four["exposed_ms"]) < float(four["ms"]) * 1.5
     parts = json.loads((place / "result.json").read_text())["figures"]["parts"]
-    for name in ("experts: activations", "dense: weights of layers.0.ensemble.experts", "tables: gather shards"):
+    for name in ("experts: activations", "dense: weights of layers.0.ensemble.experts", "tables: answer", "tables: gradients to owner"):
         assert f"exchange: {name}" in parts
     assert "<svg" in (tmp_path / "scale.svg").read_text()
