@@ -26,7 +26,7 @@ from gem_precision.kernels.activation import activation_both
 from gem_precision.kernels.cast import Both, cast_both, cast_weight
 from gem_precision.kernels.layers import mlp, norm_linear
 from gem_precision.kernels.norm import norm_both
-from gem_precision.kernels.product import choose, library_reasons, product
+from gem_precision.kernels.product import Way, choose, library_reasons, product
 from gem_precision.linear import lower
 from gem_precision.native import native_linear
 from gem_precision.presets import PRESETS
@@ -72,6 +72,11 @@ def cast_errors(rows: int, wide_in: int) -> dict[str, float]:
     }
 
 
+def possible(m: int, n: int, k: int, square: bool) -> list[Way]:
+    """The ways that compute a product."""
+    return ["own", *(["wide"] if n % 256 == 0 else []), *([] if library_reasons(m, n, k, square) else ["library"])]
+
+
 def product_errors(rows: int, wide_in: int, wide_out: int) -> dict[str, float]:
     """Both ways, of the forward product and of the weight gradient."""
     x, grad, w = cast_both(spread(rows, wide_in, 1)), cast_both(spread(rows, wide_out, 2)), cast_weight(spread(wide_out, wide_in, 3))
@@ -79,9 +84,8 @@ def product_errors(rows: int, wide_in: int, wide_out: int) -> dict[str, float]:
     for name, left, right in (("forward", x.along, w.along), ("weight gradient", grad.turned, x.turned)):
         (m, k), n = left.elements.shape, right.elements.shape[0]
         wanted = left.dequantize().double() @ right.dequantize().double().T
-        for way in ("own", "library"):
-            if way == "own" or not library_reasons(m, n, k, right.square):
-                found[f"{name}, {way}"] = error(product(left, right, torch.float32, way), wanted)
+        for way in possible(m, n, k, right.square):
+            found[f"{name}, {way}"] = error(product(left, right, torch.float32, way), wanted)
     return found
 
 
@@ -201,10 +205,8 @@ def products(rows: int, wide_in: int, wide_out: int) -> list[dict[str, Any]]:
     records = []
     for kind, (left, right, dtype, plain) in kinds.items():
         (m, k), n = left.elements.shape, right.elements.shape[0]
-        ways: Ways = {"bf16": plain, "own": lambda a=left, b=right, d=dtype: product(a, b, d, "own")}
-        if not library_reasons(m, n, k, right.square):
-            ways["library"] = lambda a=left, b=right, d=dtype: product(a, b, d, "library")
-        times = medians(ways)
+        ours = {way: lambda a=left, b=right, d=dtype, w=way: product(a, b, d, w) for way in possible(m, n, k, right.square)}
+        times = medians({"bf16": plain, **ours})
         for name, ms in times.items():
             chosen = name == choose(m, n, k, right.square)
             tflops = 2 * rows * wide_in * wide_out / ms / 1e9

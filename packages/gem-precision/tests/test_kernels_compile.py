@@ -73,13 +73,20 @@ def test_casts_read_and_write_wide_and_exchange_no_single_bytes():
 
 @pytest.mark.slow
 def test_products_use_fp8_tensor_cores_and_bulk_copies():
-    square, rows = build(*(("product", "product_kernel", {"SQUARE": square}, {"out": "*fp32"}, None) for square in (True, False)))
-    for kernel in (square, rows):
+    kinds = [
+        {"SQUARE": True, "WIDE": False, "STAGES": 4},
+        {"SQUARE": False, "WIDE": False, "STAGES": 4},
+        {"SQUARE": False, "WIDE": True, "STAGES": 3},
+    ]
+    square, rows, wide = build(*(("product", "product_kernel", kind, {"out": "*fp32"}, None) for kind in kinds))
+    for kernel in (square, rows, wide):
         assert "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3" in kernel["ptx"]
         assert "cp.async.bulk.tensor" in kernel["ptx"]
-        assert kernel["spilled"] == 0
         assert kernel["shared"] <= 227 * 1024
-    assert square["registers"] <= 168
+    assert square["spilled"] == rows["spilled"] == 0
+    assert wide["spilled"] <= 64
+    # scales come ahead of their use as well, not by loads that the loop waits for
+    assert "cp.async.ca.shared.global" in rows["ptx"]
 
 
 @pytest.mark.slow

@@ -20,21 +20,28 @@ from gem_core.spec import RequestError
 from gem_precision.kernels.cast import SIDE, Operand
 from gem_precision.kernels.language import BLOCK
 
-Way = Literal["library", "own"]
-WARPS, STAGES = 8, 4
+Way = Literal["library", "own", "wide"]
+WARPS = 8
 MULTIPROCESSORS = 132
 """Of an H100 or H200. Fewer tiles than this leave some idle."""
 
 
 @triton.jit
-def _right_scale(scales, column, columns_here, block, columns, blocks, SQUARE: tl.constexpr):
-    """One number for a block of 128 x 128, else ``[128]``."""
-    return tl.load(scales + column // BLOCK * blocks + block) if SQUARE else tl.load(scales + block.to(tl.int64) * columns + columns_here)
+def _promoted(part, left_now, right_scale, column, block, columns, blocks, SQUARE: tl.constexpr):
+    """The sum of one block along the contraction, with its scales."""
+    if SQUARE:
+        scaled = part * (left_now * tl.load(right_scale + column // BLOCK * blocks + block))[:, None]
+    else:
+        right_now = tl.load(right_scale + tl.cast(block, tl.int64) * columns + column + tl.arange(0, BLOCK))
+        scaled = part * left_now[:, None] * right_now[None, :]
+    return scaled
 
 
 @triton.jit
-def product_kernel(left, right, left_scale, right_scale, out, rows, columns, blocks, share, SQUARE: tl.constexpr):
-    """A tile of 128 x 128 of one share of the contraction: ``out [shares, rows, columns]``.
+def product_kernel(
+    left, right, left_scale, right_scale, out, rows, columns, blocks, share, SQUARE: tl.constexpr, WIDE: tl.constexpr, STAGES: tl.constexpr
+):
+    """A tile of 128 x 128, or ``WIDE`` of 128 x 256, of one share of the contraction: ``out [shares, rows, columns]``.
 
     Args:
         left, right: descriptors of ``[rows, 128 * blocks]`` and ``[columns, 128 * blocks]`` E4M3, in boxes of 128 x 128.
@@ -42,28 +49,26 @@ def product_kernel(left, right, left_scale, right_scale, out, rows, columns, blo
         right_scale: ``[columns / 128, blocks]`` if ``SQUARE``, else ``[blocks, columns]``.
         share: blocks of 128 that a program contracts.
     """
-    tiles = columns // BLOCK
-    tile = tl.program_id(0)
-    row, column = tile // tiles * BLOCK, tile % tiles * BLOCK
+    width: tl.constexpr = 2 * BLOCK if WIDE else BLOCK
+    tiles = columns // width
+    row, column = tl.program_id(0) // tiles * BLOCK, tl.program_id(0) % tiles * width
     first = tl.program_id(1) * share
     last = tl.minimum(first + share, blocks)
     r, c = row + tl.arange(0, BLOCK), column + tl.arange(0, BLOCK)
-    total = tl.zeros([BLOCK, BLOCK], tl.float32)
-    # Scales are read one block ahead: a load right before its use would stall the tensor cores.
-    left_next = tl.load(left_scale + first.to(tl.int64) * rows + r)
-    right_next = _right_scale(right_scale, column, c, first, columns, blocks, SQUARE)
-    for block in range(first, last):
-        left_now, right_now = left_next, right_next
-        ahead = tl.minimum(block + 1, last - 1)
-        left_next = tl.load(left_scale + ahead.to(tl.int64) * rows + r)
-        right_next = _right_scale(right_scale, column, c, ahead, columns, blocks, SQUARE)
-        part = tl.dot(left.load([row, block * BLOCK]), right.load([column, block * BLOCK]).T)
-        if SQUARE:
-            total += part * (left_now * right_now)[:, None]
-        else:
-            total += part * left_now[:, None] * right_now[None, :]
-    place = tl.program_id(1).to(tl.int64) * rows + r
-    tl.store(out + place[:, None] * columns + c[None, :], total.to(out.dtype.element_ty))
+    total, second = tl.zeros([BLOCK, BLOCK], tl.float32), tl.zeros([BLOCK, BLOCK], tl.float32)
+    # Stages that the loop names hold for the loads of scales too, which would otherwise wait for the memory in every round.
+    for block in tl.range(first, last, num_stages=STAGES):
+        left_now = tl.load(left_scale + tl.cast(block, tl.int64) * rows + r)
+        elements = left.load([row, block * BLOCK])
+        part = tl.dot(elements, right.load([column, block * BLOCK]).T)
+        total += _promoted(part, left_now, right_scale, column, block, columns, blocks, SQUARE)
+        if WIDE:
+            part = tl.dot(elements, right.load([column + BLOCK, block * BLOCK]).T)
+            second += _promoted(part, left_now, right_scale, column + BLOCK, block, columns, blocks, SQUARE)
+    places = out + (tl.program_id(1).to(tl.int64) * rows + r)[:, None] * columns + c[None, :]
+    tl.store(places, total.to(out.dtype.element_ty))
+    if WIDE:
+        tl.store(places + BLOCK, second.to(out.dtype.element_ty))
 
 
 def product(left: Operand, right: Operand, dtype: torch.dtype = torch.bfloat16, way: Way | None = None) -> Tensor:
@@ -73,7 +78,8 @@ def product(left: Operand, right: Operand, dtype: torch.dtype = torch.bfloat16, 
         left: ``[m, k]`` in blocks of 1 x 128.
         right: ``[n, k]`` in blocks of either kind.
         dtype: of the result, bfloat16 or float32.
-        way: ``library`` or ``own``; None for what ``choose`` says.
+        way: None for what ``choose`` says; ``own`` is our kernel, ``wide`` the same in tiles twice as wide, which reads less and wants an ``n``
+            that is a multiple of 256.
 
     Returns:
         ``[m, n]``; zeros where ``k`` is 0.
@@ -86,15 +92,16 @@ def product(left: Operand, right: Operand, dtype: torch.dtype = torch.bfloat16, 
     if left.square or right.elements.shape[1] != k:
         so = "the left one has 128 x 128 blocks" if left.square else "their last axes differ"
         raise RequestError(asked, so, "Give [m, k] in 1 x 128 blocks and [n, k].")
-    reasons = library_reasons(m, n, k, right.square)
-    if way == "library" and reasons:
-        raise RequestError(f"{asked} by torch._scaled_mm", "; ".join(reasons), 'Leave the way out, or give way="own".')
+    reasons = library_reasons(m, n, k, right.square) if way == "library" else [f"{n} is no multiple of 256"] if way == "wide" and n % 256 else []
+    if reasons:
+        raise RequestError(f"{asked} by way {way!r}", "; ".join(reasons), 'Leave the way out, or give way="own".')
     if 0 in (m, n, k):
         return torch.zeros(m, n, dtype=dtype, device=left.elements.device)
-    if (way or choose(m, n, k, right.square)) == "library":
+    way = way or choose(m, n, k, right.square)
+    if way == "library":
         out: Tensor = torch._scaled_mm(left.elements, right.elements.t(), left.scales, right.scales.t(), out_dtype=dtype)
         return out
-    return _own(left, right, dtype)
+    return _own(left, right, dtype, wide=way == "wide")
 
 
 def library_reasons(m: int, n: int, k: int, square: bool) -> list[str]:
@@ -113,22 +120,22 @@ def library_reasons(m: int, n: int, k: int, square: bool) -> list[str]:
 def choose(m: int, n: int, k: int, square: bool) -> Way:
     """Who computes ``[m, k] [n, k]^T``: the library where it can and has a tile of 128 x 128 for each multiprocessor."""
     tiles = (m // SIDE) * (n // SIDE)
-    return "own" if library_reasons(m, n, k, square) or (tiles < MULTIPROCESSORS and shares(m, n, k) > 1) else "library"
+    return "own" if library_reasons(m, n, k, square) or (tiles < MULTIPROCESSORS and shares(tiles, k) > 1) else "library"
 
 
-def shares(m: int, n: int, k: int) -> int:
+def shares(tiles: int, k: int) -> int:
     """Into how many parts our kernel splits the contraction: a program a multiprocessor, and at least 16 blocks a part."""
-    tiles = (m // SIDE) * (n // SIDE)
     return max(1, min(MULTIPROCESSORS // tiles, k // SIDE // 16)) if tiles else 1
 
 
-def _own(left: Operand, right: Operand, dtype: torch.dtype) -> Tensor:
+def _own(left: Operand, right: Operand, dtype: torch.dtype, *, wide: bool) -> Tensor:
     (m, k), n = left.elements.shape, right.elements.shape[0]
-    blocks, wanted = k // SIDE, shares(m, n, k)
-    share = -(-blocks // wanted)
+    blocks, tiles = k // SIDE, (m // SIDE) * (n // (2 * SIDE if wide else SIDE))
+    share = -(-blocks // shares(tiles, k))
     parts = -(-blocks // share)  # none is empty
     out = torch.empty(parts, m, n, dtype=dtype if parts == 1 else torch.float32, device=left.elements.device)
     boxes = [TensorDescriptor.from_tensor(operand.elements, [SIDE, SIDE]) for operand in (left, right)]
-    grid = ((m // SIDE) * (n // SIDE), parts)
-    product_kernel[grid](*boxes, left.scales, right.scales, out, m, n, blocks, share, SQUARE=right.square, num_warps=WARPS, num_stages=STAGES)
+    product_kernel[(tiles, parts)](
+        *boxes, left.scales, right.scales, out, m, n, blocks, share, SQUARE=right.square, WIDE=wide, STAGES=3 if wide else 4, num_warps=WARPS
+    )
     return out[0] if parts == 1 else out.sum(0).to(dtype)
