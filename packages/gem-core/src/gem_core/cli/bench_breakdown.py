@@ -60,8 +60,8 @@ def as_rows(found: "Breakdown", head: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _print(found: "Breakdown", recipe: str, device: str) -> None:
-    slower = found.step / found.plain - 1
-    print(f"{recipe} on {device}: {found.steps} steps of {1e3 * found.step:.4g} ms, {100 * slower:+.0f} % by the profiler\n")
+    profiled, plain = f"{1e3 * found.step:.4g} ms under the profiler", f"{1e3 * found.plain:.4g} ms before it"
+    print(f"{recipe} on {device}: {found.steps} steps of {profiled}, as many of {plain}\n")
     rows = [(name, f"{1e3 * spent:.4g}", f"{100 * found.share(name):.1f} %", _most(found, name)) for name, spent in found.seconds.items()]
     print_table(("CATEGORY", "MS", "SHARE", "MOST OF IT"), [*rows, ("in all", f"{1e3 * found.step:.4g}", "100 %", "")])
 
