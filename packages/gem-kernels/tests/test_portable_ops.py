@@ -1,5 +1,6 @@
 """The portable kernels beside gdpa and jagged_attention, beyond the conformance suite: half precision, limits, registration, FLOPs, refusals."""
 
+from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
@@ -9,12 +10,13 @@ from torch.library import opcheck
 from torch.utils.flop_counter import FlopCounterMode
 
 from gem_core import ops as public
-from gem_core.spec import KernelRequest, KernelUnavailable, MachineError
+from gem_core.spec import KernelRequest, KernelUnavailable, MachineError, load_object
 from gem_core.testing import assert_close, poisoned_memory
 
 pytest.importorskip("triton")
 
 from gem_kernels.ops import host, limits
+from gem_kernels.plugin import gem_kernel_impls
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="these run under the interpreter; tests/gpu has the CUDA ones")
 COMPUTING = [op for op in OPS if op not in ("jagged_concat", "jagged_split", "jagged_pad", "jagged_unpad")]
@@ -128,9 +130,24 @@ def test_head_sizes_beyond_the_limit_are_refused(op, limit):
         draw(op, (3,), dim=limit + 1).call(kernel_of(op))
 
 
-def test_pffn_in_bf16_with_the_jumping_slope_is_refused():
-    request = KernelRequest(op="pffn", device="cuda", dtype="bf16", head_dim=64, features=frozenset({"act_gelu_fast"}))
-    assert "act_gelu_fast" in limits.check_pffn(request)[0]
+UNMEASURED = [("add_norm", "fp32", set()), ("gated_residual", "bf16", set()), ("pffn", "bf16", {"act_gelu_fast"})]
+
+
+@pytest.mark.parametrize(("op", "dtype", "words"), UNMEASURED, ids=str)
+def test_what_no_gpu_has_run_is_taken_on_one_only_where_it_is_asked_for(op, dtype, words, monkeypatch):
+    (impl,) = [impl for impl in gem_kernel_impls() if impl.op == op and impl.backend == "triton"]
+    check, request = load_object(impl.check), KernelRequest(op=op, device="cuda", dtype=dtype, arch=90, features=frozenset(words))
+    monkeypatch.delenv(limits.UNMEASURED, raising=False)
+    assert check(request) == ["it has not run on a GPU yet; GEM_UNMEASURED=1 takes it all the same"]
+    assert check(replace(request, device="interpreter", dtype="fp16")) == []
+    monkeypatch.setenv(limits.UNMEASURED, "1")
+    assert check(request) == []
+
+
+def test_the_rest_of_pffn_waits_for_nothing(monkeypatch):
+    monkeypatch.delenv(limits.UNMEASURED, raising=False)
+    for dtype, word in (("bf16", "act_gelu"), ("fp16", "act_gelu_fast")):
+        assert limits.check_pffn(KernelRequest(op="pffn", device="cuda", dtype=dtype, features=frozenset({word}))) == []
 
 
 @pytest.mark.parametrize(("dtype", "block", "most"), [(torch.float16, 129, 128), (torch.float32, 65, 64)])

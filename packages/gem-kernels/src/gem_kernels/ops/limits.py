@@ -1,5 +1,6 @@
 """What the portable Triton kernels do not take. Imports no torch, so that kernels are listed quickly."""
 
+import os
 from importlib.metadata import PackageNotFoundError, version
 
 from gem_core.spec import KernelRequest
@@ -12,6 +13,8 @@ MAX_BLOCK_WIDTH = 128
 MAX_BLOCK = 128
 """Largest diagonal block: its scores stay in registers."""
 
+UNMEASURED = "GEM_UNMEASURED"
+"""Variable of the environment that lets kernels be taken which no GPU has run yet."""
 MAX_NORM_WIDTH = 8192
 """Longest row that is normed: a program holds it in registers."""
 
@@ -21,6 +24,17 @@ def check(request: KernelRequest) -> list[str]:
     if request.device == "interpreter" and request.dtype == "bf16":
         return [f"{NO_BF16}; test in fp32 or fp16 there"]
     return []
+
+
+def _unmeasured(request: KernelRequest) -> list[str]:
+    """Against what no GPU has run yet: it is taken where ``GEM_UNMEASURED=1`` asks for it, as the tests and measurements of this package do."""
+    waits = request.device == "cuda" and os.environ.get(UNMEASURED) != "1"
+    return [f"it has not run on a GPU yet; {UNMEASURED}=1 takes it all the same"] if waits else []
+
+
+def check_unmeasured(request: KernelRequest) -> list[str]:
+    """As ``check``, for a kernel that no GPU has run yet."""
+    return check(request) + _unmeasured(request)
 
 
 def _check_width(request: KernelRequest, limit: int) -> list[str]:
@@ -50,9 +64,9 @@ def check_flex(request: KernelRequest) -> list[str]:
 
 
 def check_pffn(request: KernelRequest) -> list[str]:
-    """As ``check_attention``. bf16 with ``gelu_fast`` (``pffn.launch.HALVED``) has been shown on a CPU only and waits for a GPU."""
-    waits = request.dtype == "bf16" and "act_gelu_fast" in request.features
-    return check_attention(request) + (["bf16 with act_gelu_fast has not been measured on a GPU since its queries keep more bits"] if waits else [])
+    """As ``check_attention``; no GPU has run bf16 with ``gelu_fast`` yet, whose queries are kept in halves (``pffn.launch``)."""
+    halves = request.dtype == "bf16" and "act_gelu_fast" in request.features
+    return check_attention(request) + (_unmeasured(request) if halves else [])
 
 
 def check_block_attention(request: KernelRequest) -> list[str]:
