@@ -22,6 +22,7 @@ from gem_core.model.dlrm import DlrmModel, DlrmOptions
 from gem_core.model.gem import GemModel, GemOptions
 from gem_core.model.hstu import HstuModel, HstuOptions
 from gem_core.ops import baselines
+from gem_core.ops.products import own_flops
 from gem_core.ops.slot import KernelSlot, kernel_slots
 from gem_core.spec import DataSchema, PrecisionDecision, RequestError
 from gem_core.train.efficiency import Peak
@@ -312,6 +313,15 @@ class Foreign(nn.Module):
 def test_a_model_that_does_not_count_by_layer_is_one_product() -> None:
     found = step_flops(Foreign(), toy_batch(2), dtype="bf16")
     assert found == StepFlops(model=3000, hardware=3000, by_format={"bf16": 3000})
+
+
+def test_layers_that_count_more_than_their_model_are_refused() -> None:
+    class Doubled(Foreign):
+        def flops(self, batch: Any) -> int:
+            return (own_flops(self, 600) + own_flops(nn.Linear(1, 1), 600)) // 2
+
+    with pytest.raises(RequestError, match=r"Doubled: its layers count 1,200 and the whole 600"):
+        step_flops(Doubled(), toy_batch(2))
 
 
 def test_formats_follow_the_decisions() -> None:

@@ -28,6 +28,8 @@ KEEPS_SCORES = ("reference", "padded", "bucketed")
 """Backends whose attention keeps the scores for backward; all others recompute them."""
 IN_PARTS = ("padded", "bucketed")
 """Those of them that compute a call again in backward if its scores would take too much memory."""
+MODEL = "model"
+"""The name of the model itself, as precision decisions have it."""
 _MASKS = ("causal", "window", "contextual", "targets")
 _LENGTHS = ("lengths", "q_lengths", "k_lengths")
 
@@ -90,7 +92,7 @@ def step_flops(
         recomputed: names of blocks whose forward runs again in backward.
 
     Raises:
-        RequestError: a decision's format names no known unit.
+        RequestError: a decision's format names no known unit, or the model's layers count more than the model.
     """
     found = layer_flops(model, batch, decisions=decisions, dtype=dtype, recomputed=recomputed)
     by_format: Counter[str] = Counter()
@@ -106,25 +108,30 @@ def layer_flops(
     counting: Any = model
     with products() as found:
         whole = int(counting.flops(batch))
-        if rest := whole - sum(product.forward for product in found):  # a model that does not count by layer
-            own_flops(model, rest)
+        told = sum(product.forward for product in found)
+        if told < whole:  # a model that does not count all of it by layer
+            own_flops(model, whole - told)
+    if told > whole:
+        so = f"its layers count {told:,} and the whole {whole:,}"
+        raise RequestError(f"FLOPs of the model {type(model).__name__}", so, "Count each product once, within the model's flops.")
     names, formats = owner_names(model), {d.module: d.format for d in decisions}
-    return [_of(product, names[id(product.owner)], model, formats, dtype, recomputed) for product in found]
+    return [_of(product, names.get(id(product.owner), MODEL), formats, dtype, recomputed) for product in found]
 
 
 def owner_names(model: nn.Module) -> dict[int, str]:
-    """Names of modules and slots by ``id``: the module's, and ``MODULE.ATTRIBUTE`` for a slot."""
-    names = {id(module): name or "model" for name, module in model.named_modules(remove_duplicate=True)}
+    """Names of modules and slots by ``id``: the module's, and ``MODULE.ATTRIBUTE`` for a slot. The model itself is called ``MODEL``."""
+    names = {}
     for name, module in model.named_modules():
-        names |= {id(slot): f"{name}.{key}" for key, slot in vars(module).items() if isinstance(slot, KernelSlot)}
+        names[id(module)] = name or MODEL
+        names |= {id(slot): f"{name or MODEL}.{key}" for key, slot in vars(module).items() if isinstance(slot, KernelSlot)}
     return names
 
 
-def _of(product: Product, name: str, model: nn.Module, formats: Mapping[str, str], dtype: str, recomputed: Collection[str]) -> LayerFlops:
+def _of(product: Product, name: str, formats: Mapping[str, str], dtype: str, recomputed: Collection[str]) -> LayerFlops:
     passes = 2 if product.input_gradient else 1  # of backward: the weights, and the inputs
     executed = _executed(product)
     again = executed if any(name.startswith(f"{block}.") for block in recomputed) else 0
-    units = _units(_format(product, name, model, formats, dtype), dtype)
+    units = _units(_format(product, name, formats, dtype), dtype)
     by_format: Counter[str] = Counter()
     for unit in units[: 1 + passes]:
         by_format[unit] += product.forward
@@ -177,7 +184,7 @@ def _scores_again(product: Product, executed: int) -> int:
     return 0 if product.owner.backend in KEEPS_SCORES else executed * dim // (dim + v_dim)
 
 
-def _format(product: Product, name: str, model: nn.Module, formats: Mapping[str, str], dtype: str) -> str:
+def _format(product: Product, name: str, formats: Mapping[str, str], dtype: str) -> str:
     """The decided format: of the slot, of its module, else what all layers within share if that is fp32 (an island), else ``dtype``."""
     owner = name.rpartition(".")[0] if isinstance(product.owner, KernelSlot) else name
     decided = formats.get(name) or formats.get(owner)
@@ -196,7 +203,7 @@ def _units(form: str, dtype: str) -> tuple[str, str, str]:
 
 
 def _unit(name: str) -> str:
-    for unit in ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "fp6", "fp4"):
+    for unit in ("fp64", "fp32", "bf16", "fp16", "fp8", "fp6", "fp4"):
         if unit in name:
             return unit
     raise RequestError(f"number format {name!r}", "it names no known unit of a device", "Let a decision's format hold fp32, bf16, fp8, ...")

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from gem_core.batch import Batch
-from gem_core.bench.flops import LayerFlops, layer_flops
+from gem_core.bench.flops import MODEL, LayerFlops, layer_flops
 from gem_core.bench.roofline import Machine
 from gem_core.model.dlrm import DlrmModel
 from gem_core.model.experts import Ensemble, Expert
@@ -140,7 +140,7 @@ def measure_layers(run: Any, where: Machine, *, repeats: int = 0) -> LocalMfu:
     assert work is not None  # compose refuses an empty training split
     host_batch = work.batches[0]
     counted = layer_flops(run.model, host_batch, decisions=run.decisions, dtype=run.precision.compute_dtype())
-    if not any(flops.name != "model" for flops in counted):
+    if all(flops.name == MODEL for flops in counted):
         raise RequestError("gem bench layers", "the model counts FLOPs as a whole", "Count them by layer, with gem_core.ops.products.")
     times = repeats or REPEATS[where.device.type]
     rows = []
