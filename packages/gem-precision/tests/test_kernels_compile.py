@@ -94,13 +94,13 @@ def test_fused_kernels_leave_room_for_two_programs_a_multiprocessor():
     kernels = build(
         ("norm", "norm_kernel", {"LAYER": True}, {}, 128),
         ("activation", "activation_kernel", {"NAME": "gelu", "GRAD": True}, {}, 128),
-        ("activation", "activation_kernel", {"NAME": "silu", "GRAD": False}, {}, 128),
+        ("activation", "activation_kernel", {"NAME": "gelu", "GRAD": False}, {}, 128),
     )
     for kernel in kernels:
         assert accesses(kernel, "ld.global") <= {"v4.b32", "b32"}
         assert not {word for word in accesses(kernel, "st.shared") if word.endswith("b8")}
         assert kernel["registers"] <= 128
-        assert kernel["spilled"] <= 256  # a layer norm and the exact GELU want a few more registers
+        assert kernel["spilled"] <= 256  # a layer norm wants a few more registers
 
 
 @pytest.mark.slow
