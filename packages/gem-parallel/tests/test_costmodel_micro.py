@@ -110,6 +110,18 @@ def test_a_slower_scatter_slows_the_half_of_an_all_reduce_that_adds() -> None:
     assert slow.carried["gradients: replicas"] == pytest.approx(2 * plain.carried["gradients: replicas"])
 
 
+def test_ddp_averages_full_buckets_and_what_is_left_at_the_end() -> None:
+    """Blocks of 20 MB and a rest of 10 MB: two blocks fill a bucket of 25 MiB, the third and the rest another. Each gradient is copied once."""
+    facts, numbers = model(3, parameters=5_000_000), 17_500_000
+    done = Step(machine(2), dense_in(layout_of(2, replicate=2), facts, None), facts, NOTHING, NO_TABLES, EXACT).outcome()
+    assert done.carried["gradients: replicas"] == pytest.approx(2 * (2 * 1e-6) + 2 * 4 * numbers / 2 / 1e9)
+    assert done.sent["gradients: replicas"] == pytest.approx(4 * numbers)
+    assert done.parts["copies"] == pytest.approx(2 * 4 * numbers / 1e10)
+    alone = Step(machine(1), dense_in(layout_of(1), facts, None), facts, NOTHING, NO_TABLES, EXACT).outcome()
+    assert "copies" not in alone.parts
+    assert not alone.sent
+
+
 def test_a_clock_that_blocks_waits_where_a_collective_is_issued() -> None:
     clocks = Clocks(layout_of(2), blocking=True)
     clocks.compute("work", np.array([2.0, 1.0]))

@@ -200,7 +200,7 @@ def test_what_is_refused_on_many_ranks_alone_cannot_be_and_what_is_refused_every
 def test_steps_that_lack_rows_are_told(tmp_path: Path, stand_in: Callable[..., Ran]) -> None:
     stand_in(rows=60)
     ((row, _),) = table.measure(bench_of(tmp_path), [1], ["fsdp"], None)
-    assert "60 of 64 rows" in row["note"]
+    assert "60 rows, not 64" in row["note"]
 
 
 def test_a_prediction_that_cannot_be_made_is_told(tmp_path: Path, stand_in: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,6 @@ is done. On a CPU collectives take the cores that compute, and none hides behind
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,6 +31,8 @@ ROW_PASSES = 6
 """How often a looked-up row crosses it: read, written out and read by the model; its gradient written, the row and its state read and written."""
 SEED = 1
 GATHER = "weights: gather"
+BUCKET = 25 * 1024**2
+"""Bytes of gradients that DistributedDataParallel averages together."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,6 +92,7 @@ class Step:
         self._assumed = assumed
         self._moves = moves(tables, dense.layout)
         self._sent: dict[str, float] = {}
+        self._bucket = 0.0
         layout = dense.layout
         row_cv = model.row_cv if assumed.row_cv < 0 else assumed.row_cv
         self._own = rank_costs(layout.world, batch.rows, row_cv, assumed.balance)
@@ -239,33 +241,35 @@ class Step:
                 self._copy_gathered(clocks, block)
             self._block(clocks, block, BACKWARD)
             self._copy(clocks, self._dense.whole(block))
-            reducing += self._reduce(clocks, block, last=last)
+            reducing += self._reduce(clocks, block, last=last, ends=i + 1 == len(order))
         return reducing
 
-    def _reduce(self, clocks: Clocks, block: BlockFacts, *, last: bool) -> list[Running]:
+    def _reduce(self, clocks: Clocks, block: BlockFacts, *, last: bool, ends: bool) -> list[Running]:
+        ordinary, experts = (count * self._dense.reduced for count in self._dense.averaged(block, last=last))
+        if not self._dense.sharded:
+            return self._fill_bucket(clocks, ordinary, experts, ends=ends)
         scattering = self._weights(clocks, "gradients: scatter", block, self._dense.reduced)
         out = [] if scattering is None else [scattering]
-        if self._replicas.size > 1 or (not self._dense.sharded and self._dense.layout.expert > 1):
-            out += self._average(clocks, self._dense.averaged(block, last=last), scattering)
+        if self._replicas.size > 1 and ordinary + experts:
+            out.append(self._all_reduce(clocks, (0,), self._replicas, ordinary + experts, scattering))
         return out
 
-    def _average(self, clocks: Clocks, parameters: tuple[float, float], scattering: Running | None) -> list[Running]:
-        """Sum a rank's gradients over the replicas. Without shards every rank is a replica of the ordinary weights, whatever its experts."""
-        name, (ordinary, experts) = "gradients: replicas", (count * self._dense.reduced for count in parameters)
-        if not ordinary + experts:
-            return []
-        if self._dense.sharded:
-            return [self._all_reduce(clocks, name, (0,), [(self._replicas, ordinary + experts)], scattering)]
-        everyone = self._group("dense", (0, 1, 2))
-        return [self._all_reduce(clocks, name, (0, 1, 2), [(everyone, ordinary), (self._replicas, experts)])]
+    def _fill_bucket(self, clocks: Clocks, ordinary: float, experts: float, *, ends: bool) -> list[Running]:
+        """``ddp`` copies gradients into a bucket and averages it when it is full, and when backward ends; experts average theirs apart."""
+        out = []
+        if experts and self._replicas.size > 1:
+            out.append(self._all_reduce(clocks, (0,), self._replicas, experts))
+        if self._dense.layout.world > 1:
+            clocks.compute("copies", 2 * ordinary / self._bytes)
+            self._bucket += ordinary
+        if self._bucket and (ends or self._bucket >= BUCKET):
+            out.append(self._all_reduce(clocks, (0, 1, 2), self._group("dense", (0, 1, 2)), self._bucket))
+            self._bucket = 0.0
+        return out
 
-    def _all_reduce(
-        self, clocks: Clocks, name: str, axes: tuple[int, ...], parts: Sequence[tuple[Group, float]], after: Running | None = None
-    ) -> Running:
-        for group, size in parts:
-            self._count(name, 2 * (group.size - 1) / group.size * size)
-        seconds = sum(self._links.all_reduce(group, size) for group, size in parts if size)
-        return clocks.start(name, "dense", axes, seconds, tier=parts[0][0].outermost(), after=after)
+    def _all_reduce(self, clocks: Clocks, axes: tuple[int, ...], group: Group, size: float, after: Running | None = None) -> Running:
+        self._count("gradients: replicas", 2 * (group.size - 1) / group.size * size)
+        return clocks.start("gradients: replicas", "dense", axes, self._links.all_reduce(group, size), tier=group.outermost(), after=after)
 
     def _update(self, clocks: Clocks) -> None:
         for _ in range(self._micro_batches):  # at most: engines that update once merge rows that several micro-batches looked up

@@ -63,7 +63,7 @@ def measure(bench: Bench, ranks: Sequence[int], layouts: Sequence[str], machine:
             continue
         notes = [] if name == layout else [f"the run of {name}, which is the same"]
         if ended.figures.rows < bench.rows_a_step(count):
-            notes.append(f"steps had {ended.figures.rows:g} of {bench.rows_a_step(count)} rows: the split ends within the window")
+            notes.append(f"steps had {ended.figures.rows:g} rows, not {bench.rows_a_step(count)}")
         predicted = None if base is None else _predicted(predictor, layout, count, base, notes)
         detail = {"status": "ran", "log": str(ended.place / "log.txt"), "exposed": ended.figures.exposed(), "parts": dict(ended.figures.parts)}
         yield row_of(about, ended.figures, base, predicted, notes), detail
