@@ -48,6 +48,7 @@ def test_every_rung_of_a_recipe_composes_at_full_size(interpreted: None, name: s
     assert (top.data.options["balance"], top.data.options["workers"], top.train.ahead, top.compile.blocks) == ("lpt", 2, True, "default")
     assert [bool(p.note) for p in placed] == [False] * 7 + [True]
     assert "emulated" in placed[-1].note
+    assert placed[-1].loaded.config.compile.blocks == "off"
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -103,6 +103,11 @@ def test_a_configuration_that_is_wrong_by_itself_is_refused(alone: None, tmp_pat
         list(climb("toy", toy(tmp_path, "model.options.dimm=3")))
 
 
+def test_kernels_that_the_rungs_would_replace_are_refused(alone: None, tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match="its rungs name the kernels"):
+        list(climb("toy", toy(tmp_path, "kernels.use.gdpa=reference")))
+
+
 def test_several_processes_are_refused(alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def two(loaded: Any) -> Any:
         run = preview(loaded)
@@ -251,13 +256,15 @@ def test_a_file_with_other_columns_is_refused_before_anything_is_measured(alone:
 
 
 def test_the_picture_shows_measured_rungs_and_marks_emulated_ones(tmp_path: Path) -> None:
-    rows = [row("padded"), row("balanced", measured=False, note="cannot be here"), row("fp8", samples_per_s=25.0, note="emulated")]
+    absent, low = row("balanced", measured=False, note="cannot be here"), row("fp8", samples_per_s=30.0, note="emulated")
+    rows = [row("padded"), absent, row("bucketed", samples_per_s=25.0), low]
     draw(rows, tmp_path / "a.svg")
     draw(rows, tmp_path / "b.svg")
     text = (tmp_path / "a.svg").read_text()
     assert text == (tmp_path / "b.svg").read_text()
     assert "padded" in text
     assert "25  (2.50x)" in text
+    assert "30  (emulated)" in text
     assert "balanced" not in text
     assert "<pattern" in text
     draw(rows[:1], tmp_path / "plain.svg")

@@ -103,7 +103,8 @@ RUNGS = (
     Rung(
         name="fp8",
         summary="large linear layers and attention in FP8",
-        changes=("precision.recipe=fp8_block", "precision.options={}"),
+        # to a compiler, emulated formats are long chains of small steps
+        changes=("precision.recipe=fp8_block", "precision.options={}", "compile.blocks=off"),
         cannot=_nothing_low,
     ),
 )
@@ -137,9 +138,11 @@ def climb(config: str, overrides: Sequence[str], rungs: Sequence[Rung] = RUNGS) 
         rungs: the ones wanted; the others below them are applied, and not given.
 
     Raises:
-        RequestError: the configuration without any rung is wrong.
+        RequestError: the configuration without any rung is wrong, or names kernels itself.
     """
     check = preview(load_config(config, overrides))
+    if check.config.kernels.use:
+        raise RequestError("gem bench step with kernels.use", "its rungs name the kernels", "Leave it out; kernels.prefer orders the fused ones.")
     if check.world.size > 1:
         raise RequestError("gem bench step", f"there are {check.world.size} processes", "It measures one; `gem bench scale` measures several.")
     held: list[str] = []

@@ -39,7 +39,9 @@ def check_columns(path: Path) -> None:
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
-    """Draw the rungs that were measured: samples a second with the factor over the first, and MFU beside HFU. Emulated ones are hatched.
+    """Draw the rungs that were measured: samples a second with the factor over the first, and MFU beside HFU.
+
+    Emulated ones are hatched and have no factor.
 
     Args:
         rows: of one recipe on one machine, in the order of the ladder.
@@ -52,26 +54,11 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     with matplotlib.rc_context({"svg.hashsalt": "gem", "svg.fonttype": "none"}):
         figure = Figure(figsize=(10, 1.6 + 0.45 * max(len(drawn), 1)), layout="constrained")
         rates, shares = figure.subplots(1, 2, sharey=True)
-        places = range(len(drawn))
-        hatches = ["//" if row.get("note") else "" for row in drawn]
-        bars = rates.barh(places, [row["samples_per_s"] for row in drawn], color=_BAR, hatch=hatches, edgecolor="white")
-        first = drawn[0]["samples_per_s"] if drawn else 1.0
-        rates.bar_label(
-            bars, [f"{row['samples_per_s']:,.0f}  ({row['samples_per_s'] / first:.2f}x)" for row in drawn], padding=4, color=_INK, fontsize=8
-        )
-        rates.set_xlim(0, 1.35 * max((row["samples_per_s"] for row in drawn), default=1.0))
-        shares.barh(
-            [p - 0.2 for p in places], [100 * row["mfu_bf16"] for row in drawn], 0.4, color=_BAR, hatch=hatches, edgecolor="white", label="MFU"
-        )
-        shares.barh([p + 0.2 for p in places], [100 * row["hfu"] for row in drawn], 0.4, color=_SECOND, hatch=hatches, edgecolor="white", label="HFU")
-        rates.set_yticks(places, [row["rung"] for row in drawn])
-        rates.invert_yaxis()
-        rates.set_xlabel("samples a second, whole step", color=_INK)
-        shares.set_xlabel("% of the bf16 peak", color=_INK)
         if drawn:
-            shares.legend(frameon=False, fontsize=8, labelcolor=_INK)
+            _bars(drawn, rates, shares)
             figure.suptitle(f"{drawn[0]['recipe']} on {drawn[0]['gpu']}, {drawn[0]['steps']} steps a rung", color=_INK, fontsize=11)
-        for axes in (rates, shares):
+        for axes, label in ((rates, "samples a second, whole step"), (shares, "% of the bf16 peak")):
+            axes.set_xlabel(label, color=_INK)
             axes.grid(axis="x", color=_GRID, linewidth=0.8)
             axes.set_axisbelow(True)
             axes.tick_params(colors=_INK, labelsize=8)
@@ -79,3 +66,19 @@ def draw(rows: Sequence[Row], path: Path) -> None:
                 spine.set_visible(False)
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+
+
+def _bars(drawn: Sequence[Row], rates: Any, shares: Any) -> None:
+    """A rung a line, the first on top."""
+    places = range(len(drawn))
+    look: dict[str, Any] = {"hatch": ["//" if row.get("note") else "" for row in drawn], "edgecolor": "white"}
+    speeds = [row["samples_per_s"] for row in drawn]
+    factors = ["emulated" if row.get("note") else f"{row['samples_per_s'] / speeds[0]:.2f}x" for row in drawn]
+    labels = [f"{speed:,.0f}  ({factor})" for speed, factor in zip(speeds, factors, strict=True)]
+    rates.bar_label(rates.barh(places, speeds, color=_BAR, **look), labels, padding=4, color=_INK, fontsize=8)
+    rates.set_xlim(0, 1.35 * max(speeds))
+    for name, column, shift, colour in (("MFU", "mfu_bf16", -0.2, _BAR), ("HFU", "hfu", 0.2, _SECOND)):
+        shares.barh([place + shift for place in places], [100 * row[column] for row in drawn], 0.4, color=colour, label=name, **look)
+    rates.set_yticks(places, [row["rung"] for row in drawn])
+    rates.invert_yaxis()
+    shares.legend(frameon=False, fontsize=8, labelcolor=_INK)
