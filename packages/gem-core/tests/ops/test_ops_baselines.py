@@ -84,17 +84,20 @@ def test_scores_above_the_limit_are_computed_in_parts_and_again_in_backward(monk
     assert [rows for rows, _ in seen] == [[30, 20], [10], [10], [30, 20]]
 
 
-def test_lengths_are_read_once_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offsets_are_read_and_sorted_once_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     offsets, q = torch.tensor([0, 3, 5]), torch.randn(5, 1, 4)
+    k = torch.randn(2, 6, 1, 4)
     reads: list[int] = []
     read = Tensor.cpu
     monkeypatch.setattr(Tensor, "cpu", lambda self: (reads.append(1), read(self))[1])
-    for _ in range(3):
-        baselines._lengths("gdpa", offsets, 5)
+    layouts = [baselines._layout("gdpa", ROLES["gdpa"], {"q": q, "k": k, "v": k, "q_offsets": offsets, "k_offsets": None}, True) for _ in range(3)]
     assert len(reads) == 1
+    assert layouts[0] is layouts[1] is layouts[2]
     with pytest.raises(RequestError, match="end at 5, there are 6 tokens"):
         baselines._lengths("gdpa", offsets, 6)
-    assert q.shape[0] == 5
+    alive = len(baselines._KNOWN)
+    del offsets, layouts
+    assert len(baselines._KNOWN) == alive - 1
 
 
 def test_features_that_parts_cannot_share_are_not_declared() -> None:

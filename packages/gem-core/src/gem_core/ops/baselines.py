@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from gem_core.batch import range_index
+from gem_core.batch import lengths_to_offsets, range_index
 from gem_core.ops.checks import refuse
 from gem_core.ops.padded import move, plain_precision
 
@@ -132,24 +132,29 @@ class Layout:
     edges: tuple[int, ...]
 
 
-_READ: Any = WeakTensorKeyDictionary()
-"""Lengths of offsets that have been read, so that a GPU waits for the host once a batch and not in every layer."""
+_KNOWN: Any = WeakTensorKeyDictionary()
+"""What was made of offsets, for as long as they live: all layers of a model share a batch's, and a GPU waits for the host once."""
 
 
 def _lengths(op: str, offsets: Tensor, tokens: int) -> Ints:
-    if offsets not in _READ:
-        _READ[offsets] = np.diff(offsets.cpu().numpy())
-    lengths: Ints = _READ[offsets]
+    lengths: Ints = _once(offsets, "lengths", lambda: np.diff(offsets.cpu().numpy()))
     if int(lengths.sum()) != tokens:
         refuse(op, f"offsets end at {int(lengths.sum())}, there are {tokens} tokens", "The last offset is the number of tokens.")
     return lengths
+
+
+def _once(offsets: Tensor, key: Any, make: Callable[[], Any]) -> Any:
+    known = _KNOWN.setdefault(offsets, {})
+    if key not in known:
+        known[key] = make()
+    return known[key]
 
 
 def _pack(lengths: Ints, order: Ints | None, device: torch.device) -> Packing:
     own = torch.from_numpy(lengths)
     begin = own.cumsum(0) - own
     if order is None:
-        return Packing(lengths, range_index(begin, own)[1].to(device), None, None)
+        return Packing(lengths, lengths_to_offsets(own).to(device), None, None)
     forth, offsets = range_index(begin[order], own[order])
     back = torch.empty_like(forth).scatter_(0, forth, torch.arange(forth.numel()))
     return Packing(lengths[order], offsets.to(device), forth.to(device), back.to(device))
@@ -163,7 +168,14 @@ def buckets(total: Ints) -> NDArray[np.float64]:
 def _layout(op: str, roles: Roles, call: Mapping[str, Any], by_length: bool) -> Layout:
     sizes = {name: next(call[arg].shape[0] for arg, of in roles.tokens.items() if of == name) for name in roles.longest if call[name] is not None}
     lengths = {name: _lengths(op, call[name], tokens) for name, tokens in sizes.items()}
-    device = next(call[name] for name in lengths).device
+    first = call[next(iter(lengths))]
+    if any(call[name] is not first for name in lengths):
+        return _sorted(lengths, by_length, first.device)
+    made: Layout = _once(first, (by_length, *lengths), lambda: _sorted(lengths, by_length, first.device))
+    return made
+
+
+def _sorted(lengths: Mapping[str, Ints], by_length: bool, device: torch.device) -> Layout:
     total: Ints = np.add.reduce(list(lengths.values()))
     order = np.argsort(total, kind="stable") if by_length else None
     bucket = buckets(total)[order] if by_length else np.zeros(total.size)
