@@ -57,6 +57,8 @@ def times(trace: Trace) -> dict[str, float]:
         (("forward", OP + "norm_linear"), "aten::addmm", "nvjet_tst_128", "matmul"),
         (("forward", OP + "norm_linear"), "", "_forward_kernel", "matmul"),
         (("forward", OP + "jagged_concat"), "", "_move_kernel", "memory-bound"),
+        (("backward", OP + "gdpa", OP + "norm_linear"), "aten::addmm", "", "matmul"),  # recomputed on the way to a gradient of gdpa
+        (("backward", OP + "gdpa", OP + "jagged_pad"), "aten::index", "", "memory-bound"),
         (("forward",), "", "flash_fwd_kernel", "attention"),
         (("forward",), "aten::linear", "sm90_xmma_gemm_bf16", "matmul"),
         (("backward",), "", "split_embedding_backward_codegen", "embedding"),
@@ -209,7 +211,7 @@ def test_only_what_nothing_hides_is_communication_or_data() -> None:
 
 
 def test_operators_of_the_host_are_no_work_of_a_gpu() -> None:
-    trace = [span(W, 0, 50), op("aten::mm", 5, 45), *launched("gemm", 10, 20, at=6, correlation=1)]
+    trace = [span(W, 0, 50), op("aten::mm", 5, 25), *launched("gemm", 10, 20, at=6, correlation=1), op("c10d::allreduce_", 30, 45)]
     assert times(trace) == {"matmul": 10, GAPS: 40}
 
 

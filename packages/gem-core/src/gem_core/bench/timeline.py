@@ -79,13 +79,13 @@ def category_of(ranges: Sequence[str], op: str, kernel: str = "") -> str:
     named = next((category for category, pattern in _NAMES for name in (kernel, op) if pattern.search(name)), None)
     if named == COMMUNICATION:
         return named
-    for name in reversed(ranges):
-        if name in _PHASES:
-            return _PHASES[name]
-        if name.removeprefix(OP) in _ATTENTION_OPS:
-            return ATTENTION
-        if name.removeprefix(OP) in _MATMUL_OPS and not op.startswith("aten::"):
-            return MATMUL
+    innermost = next((name for name in reversed(ranges) if name in _PHASES or name.startswith(OP)), "")
+    if innermost in _PHASES:
+        return _PHASES[innermost]
+    if innermost.removeprefix(OP) in _ATTENTION_OPS:
+        return ATTENTION
+    if innermost.removeprefix(OP) in _MATMUL_OPS and not op.startswith("aten::"):
+        return MATMUL
     return named or MEMORY
 
 
