@@ -316,6 +316,7 @@ def test_the_command_is_declared() -> None:
         (f"Traceback\n{REFUSAL}[rank0]: RuntimeError: later", "an expert degree of 2: no block of the model has interaction experts"),
         ("Traceback (most recent call last):\n  File\ntorch.OutOfMemoryError: CUDA out of memory\nRuntimeError: second", "torch.OutOfMemoryError: "),
         ("[rank2]: ValueError: x\n", "ValueError: x"),
+        ("torch.errors.ChildFailedError: \n  traceback : Signal 9 (SIGKILL) received by PID 7\n===", "Signal 9 (SIGKILL) received by PID 7"),
         ("killed\n\n", "killed"),
         ("", "nothing was printed"),
     ],
@@ -326,7 +327,7 @@ def test_the_first_error_of_a_log(log: str, line: str) -> None:
 
 def test_a_runs_exit_code_is_that_of_its_first_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def run_to_end(command: Sequence[str], *, stdout: Any, **_: Any) -> int:
-        stdout.write("  exitcode  : 2 (pid: 7)\n  exitcode  : -15 (pid: 8)\n")
+        stdout.write("Failures:\n[1]:\n  exitcode  : -15 (pid: 8)\nRoot Cause (first observed failure):\n[0]:\n  exitcode  : 2 (pid: 7)\n")
         return 1
 
     monkeypatch.setattr(runs, "run_to_end", run_to_end)

@@ -35,6 +35,10 @@ def test_two_ranks_beside_one(tmp_path: Path) -> None:
     parts = json.loads((tmp_path / "runs/ranks-2/fsdp/result.json").read_text())["figures"]["parts"]
     assert any(name.startswith("exchange: dense: weights of layers.0") for name in parts)
     assert not (tmp_path / "runs/ranks-2/fsdp/run/checkpoints").exists(), "checkpoints of large models would fill the disk"
+    machine = json.loads((tmp_path / "runs/ranks-2/machine.json").read_text())
+    assert machine["world"] == 2
+    assert all(machine[name] > 0 for name in ("flops", "memory", "latency", "bandwidth", "scatter"))
+    assert 0 < machine["host"] < 0.1, "fully_shard does something on the host for each collective"
     logs = {path: path.stat().st_mtime_ns for path in tmp_path.glob("runs/*/*/log.txt")}
     assert len(logs) == 2
     again = gem(tmp_path, "--layout", "fsdp", "--csv", "again.csv", "--set", "run.seed=2")

@@ -26,8 +26,6 @@ _SHOWN = {
     "predicted_ms": 12,
     "error_pct": 9,
 }
-
-
 LONGEST = 4
 """Collectives that are printed under a row; ``--json`` has all."""
 

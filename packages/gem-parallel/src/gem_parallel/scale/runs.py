@@ -136,7 +136,7 @@ def train(place: Path, ranks: int, words: Sequence[str]) -> int:
     with log.open("w", encoding="utf-8") as file:
         print("$", *command, file=file, flush=True)
         code = run_to_end(command, stdout=file, stderr=subprocess.STDOUT)
-    told = re.search(r"exitcode\s*:\s*(-?\d+)", log.read_text(encoding="utf-8", errors="replace"))
+    told = re.search(r"Root Cause.*?exitcode\s*:\s*(-?\d+)", log.read_text(encoding="utf-8", errors="replace"), re.DOTALL)
     return int(told[1]) if code and told else code
 
 
@@ -164,12 +164,12 @@ def told_error(text: str) -> tuple[str, str, str] | None:
 
 
 def first_error(text: str) -> str:
-    """The line of a log that says best why a run failed: the trainer's error, else the first exception, else the last line."""
+    """The line of a log that says best why a run failed: the trainer's error, else a rank's first exception, else a signal, else the last line."""
     told = told_error(text)
     if told is not None:
         return f"{told[0]}: {told[1]}"
-    found = re.search(r"^(?:\[rank\d+\]:\s*)?((?:\w+\.)*\w*(?:Error|Exception|Failed)\b.*)$", text, re.MULTILINE)
-    if found is not None:
-        return found[1]
+    for pattern in (r"^(?:\[rank\d+\]:\s*)?((?:\w+\.)*(?!ChildFailed)\w*(?:Error|Exception|Failed)\b.*)$", r"(Signal \d+ \(\w+\) received.*)$"):
+        if (found := re.search(pattern, text, re.MULTILINE)) is not None:
+            return found[1]
     lines = [line for line in text.splitlines() if line.strip()]
     return lines[-1] if lines else "nothing was printed"
