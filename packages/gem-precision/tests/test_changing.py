@@ -264,7 +264,7 @@ def test_a_resumed_recipe_goes_on_as_it_was(tmp_path: Path) -> None:
     assert second.state_dict() == first.state_dict()
 
 
-def test_another_recipe_can_be_evaluated_on_a_state() -> None:
+def test_other_options_can_be_evaluated_on_a_state() -> None:
     _, first = made(guard=GuardOptions(every=1, on_breach="fallback"))
     for step in range(1, LEAST + 1):
         feed(first, step, 1e-2)

@@ -192,7 +192,8 @@ def test_news_reach_the_manifest_and_a_resumed_and_an_evaluated_run(configure: C
         original = Rounds.load_state_dict
         patch.setattr(Rounds, "load_state_dict", lambda self, state: (original(self, state), seen.append(self.low))[0])
         evaluate_run(tmp_path / "half")
-    assert seen == [False]
+        assert seen == [False]
+        evaluate_run(tmp_path / "half", ["precision.recipe=fp32", "precision.options={}"])  # the state is the other recipe's
 
 
 def test_events_after_the_checkpoint_are_not_kept(configure: Configure, tmp_path: Path) -> None:

@@ -281,7 +281,8 @@ def _restore(run: Run) -> None:
     restore.restore_dense(run.model, run.saved, run.learner.optimizer if run.training else None)
     moves = restore_ids(run.ids, run.saved, run.world, clock=trainer.get("ids", 0))
     restore.restore_tables(run.embeddings, run.saved, updates=trainer["updates"] if run.training else None, moves=moves)
-    if isinstance(run.precision, ChangingPrecision) and trainer.get("precision") is not None:
+    same_recipe = run.saved.about["config"]["precision"]["recipe"] == run.config.precision.recipe  # an evaluation may have another
+    if isinstance(run.precision, ChangingPrecision) and same_recipe and trainer.get("precision") is not None:
         run.precision.load_state_dict(trainer["precision"])
         run.decisions = run.precision.decisions()
     if run.config.train.ema_decay:
