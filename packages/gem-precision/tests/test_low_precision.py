@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from gem_core.ops.slot import KernelSlot, bind_kernels
-from gem_core.spec import RequestError, load_object
+from gem_core.spec import KernelUnavailable, RequestError, load_object
 from gem_precision.islands import is_island
 from gem_precision.linear import rule_of
 from gem_precision.options import LowPrecisionOptions
@@ -213,3 +213,12 @@ def test_every_recipe_is_declared_and_builds_from_its_options(name: str, mixed: 
     assert any(rule_of(module) is not None for module in mixed.modules())
     with pytest.raises(ValidationError):
         options(smal=3)
+
+
+def test_a_named_linear_backend_is_used_or_refused(mixed: Mixed) -> None:
+    decided = {d.module: d for d in LowPrecision("fp8_block", linear="fp8_block_emulated").prepare(mixed, "cpu")}
+    assert "by 'fp8_block_emulated'" in decided["mix"].reason
+    with pytest.raises(KernelUnavailable, match="mxfp8_emulated"):
+        LowPrecision("fp8_block", linear="mxfp8_emulated")
+    with pytest.raises(KernelUnavailable, match=r"fp8_block_native.*this is cpu"):
+        LowPrecision("fp8_block", linear="fp8_block_native").prepare(Mixed(), "cpu")

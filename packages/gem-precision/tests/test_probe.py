@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +13,20 @@ from typer.testing import CliRunner
 
 from gem_core.ops.slot import KernelSlot, bind_kernels
 from gem_core.spec import RequestError
+from gem_precision import backends
+from gem_precision.backends import BACKENDS, Device, LinearBackend, LinearShape
 from gem_precision.cli import app
 from gem_precision.formats import fake_quantize, find_format
 from gem_precision.linear import rule_of
 from gem_precision.presets import PRESETS
+from gem_precision.probe import times
 from gem_precision.probe.products import ProbedProducts
-from gem_precision.probe.record import FILE, FORWARD, LEFT, RIGHT, Record, ratio, read_probe, worst
+from gem_precision.probe.record import FILE, FORWARD, LEFT, RIGHT, Record, all_times, ratio, read_probe, worst
+from gem_precision.probe.times import time_sites
 from gem_precision.recipes.auto import Auto
 from gem_precision.recipes.probe import Probe
+from gem_precision.run import gem
+from gem_precision.weights import HeldWeight
 
 
 class Small(nn.Module):
@@ -149,6 +156,102 @@ def test_auto_leaves_what_the_probe_did_not_meet_and_lowers_attention_within_the
     assert model.slot.asked == "mxfp8_emulated"
 
 
+def timed(tmp_path: Path, **ms: float | None) -> Path:
+    """The measured probe, with times of ``wide`` and ``back`` here."""
+    known = {backend.name: backend for backend in BACKENDS}
+    rows = []
+    for site, sizes in {"wide": (32, 64), "back": (64, 32)}.items():
+        for name, value in ms.items():
+            backend = known.get(name)
+            about = {"recipe": backend and backend.recipe, "emulated": bool(backend and backend.emulated), "measured": True, "why_not": []}
+            rows.append({"site": site, "rows": 37, "inputs": sizes[0], "outputs": sizes[1], "backend": name, "ms": value, **about})
+    content = json.loads((tmp_path / FILE).read_text())
+    (tmp_path / FILE).write_text(json.dumps({**content, "device": asdict(Device.here("cpu")), "times": rows}))
+    return tmp_path
+
+
+def decided(model: nn.Module, probe: Path, **options: Any) -> dict[str, str]:
+    return {d.module: f"{d.format}: {d.reason}" for d in Auto(probe=probe, order="time", small=0, **options).prepare(model, "cpu")}
+
+
+def test_auto_by_time_takes_the_fastest_within_the_bound_and_says_so(model: Small, measured: Path) -> None:
+    """``wide`` bears both formats, ``back`` mxfp8 alone."""
+    probe = timed(measured, high=3.0, fp8_block_emulated=1.0, mxfp8_emulated=2.0, fp8_naive_emulated=0.1)
+    got = decided(model, probe)
+    assert got["wide"].startswith("fp8_e4m3_1x128: ")
+    assert (
+        "fastest: 1 ms fp8_block_emulated, 2 ms mxfp8_emulated, 3 ms high; 30.0 dB with fp8_block, 25 are asked, by 'fp8_block_emulated'"
+        in got["wide"]
+    )
+    assert got["back"].startswith("mxfp8_e4m3: fastest: 2 ms mxfp8_emulated, 3 ms high; 27.0 dB with mxfp8")
+    assert "none was timed" in got["model.slot"]
+    assert model.slot.asked is None
+
+
+def test_auto_by_time_leaves_a_layer_that_is_fastest_as_it_is(model: Small, measured: Path) -> None:
+    got = decided(model, timed(measured, high=0.5, fp8_block_emulated=1.0, mxfp8_emulated=None))
+    assert got["wide"] == "fp32: fastest as it is: 0.5 ms high, 1 ms fp8_block_emulated"
+    assert rule_of(model.wide) is None
+
+
+def test_auto_by_time_takes_nothing_that_is_not_checked_on_its_hardware(model: Small, measured: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    raw = LinearBackend(name="raw", recipe="fp8_block", load="gem_precision.linear:emulated_linear")
+    monkeypatch.setattr(backends, "BACKENDS", (*BACKENDS, raw))
+    assert "raw" not in decided(model, timed(measured, high=3.0, raw=0.01))["wide"]
+    monkeypatch.setattr(backends, "BACKENDS", (*BACKENDS, replace(raw, measured=True)))
+    torch.manual_seed(0)
+    assert "by 'raw'" in decided(Small(), timed(measured, high=3.0, raw=0.01))["wide"]
+
+
+def test_times_that_do_not_fit_are_not_used(model: Small, measured: Path) -> None:
+    probe = timed(measured, high=3.0, fp8_block_emulated=1.0)
+    content = json.loads((probe / FILE).read_text())
+    for row in content["times"]:
+        row["outputs"] += 1
+    (probe / FILE).write_text(json.dumps(content))
+    assert "with other sizes than 32 x 64" in decided(model, probe)["wide"]
+    (probe / FILE).write_text(json.dumps({**content, "times": []}))
+    torch.manual_seed(0)
+    assert "did not time it" in decided(Small(), probe)["wide"]
+    (probe / FILE).write_text(json.dumps({**content, "device": {"type": "cuda", "name": "NVIDIA H200", "arch": 90}}))
+    with pytest.raises(RequestError, match=r"measured on NVIDIA H200 \(cuda\), and this run computes on .*order = 'given'"):
+        decided(Small(), probe)
+    (probe / FILE).write_text(json.dumps({"format": 1, "rows": content["rows"]}))
+    with pytest.raises(RequestError, match="it has none"):
+        decided(Small(), probe)
+
+
+def test_every_way_is_timed_at_the_shape_of_the_site_or_says_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = LinearBackend(name="broken", recipe="fp8_block", load="gem_precision.presets:PRESETS")
+    monkeypatch.setattr(times, "BACKENDS", (*BACKENDS, broken))
+    monkeypatch.setattr(times, "BUDGET", 0.0)
+    shape = LinearShape(rows=5, inputs=128, outputs=256)
+    told = time_sites({"a": shape, "b": shape, "empty": LinearShape(rows=0, inputs=3, outputs=1)}, torch.device("cpu"), torch.float32)
+    assert told["device"] == asdict(Device.here("cpu"))
+    assert (told["dtype"], told["versions"]["torch"]) == ("float32", torch.__version__)
+    rows = {(row["site"], row["backend"]): row for row in told["times"]}
+    assert {name for _, name in rows} == {"high", "broken", *(backend.name for backend in BACKENDS)}
+    for (site, name), row in rows.items():
+        assert (row["ms"] is None) == bool(row["why_not"]), (site, name)
+        assert row["ms"] is None or row["ms"] > 0
+    assert {key: rows["a", "high"][key] for key in ("rows", "inputs", "outputs")} == {"rows": 5, "inputs": 128, "outputs": 256}
+    assert rows["a", "mxfp8_emulated"]["emulated"]
+    assert rows["a", "broken"]["why_not"][0].startswith("it failed: ")
+    assert all(rows["b", name]["ms"] == rows["a", name]["ms"] for _, name in rows), "the same shape is timed once"
+    assert "sm90" in rows["a", "fp8_block_native"]["why_not"][0]
+
+
+def test_the_weight_is_rounded_in_each_timed_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a step, in which it has just changed."""
+    calls: list[int] = []
+    monkeypatch.setattr(times, "BUDGET", 0.0)
+    monkeypatch.setattr(times, "BACKENDS", tuple(backend for backend in BACKENDS if backend.name == "fp8_block_emulated"))
+    monkeypatch.setattr(HeldWeight, "get", lambda self, weight, name, make: calls.append(len(self._made)) or make(weight))
+    time_sites({"a": LinearShape(rows=2, inputs=8, outputs=8)}, torch.device("cpu"), torch.float32)
+    assert calls
+    assert not any(calls)
+
+
 def test_a_probe_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="gem precision sweep"):
         read_probe(tmp_path)
@@ -165,3 +268,17 @@ def test_a_sweep_ranks_the_sites_of_a_run_and_auto_trains_on_it(tmp_path: Path) 
     ranked = worst(read_probe(out))
     assert ranked
     assert all(site in done.output for site in ranked)
+    assert "casts included" in done.output
+    assert {row["backend"] for row in all_times(out)} >= {"high", "mxfp8_emulated"}
+    run = tmp_path / "auto"
+    words = [
+        "precision.recipe=auto",
+        f"precision.options.probe={out}",
+        "precision.options.order=time",
+        "precision.options.small=8",
+        "train.max_steps=1",
+    ]
+    gem("train", "-c", "toy", "--out", str(run), *(word for pair in words for word in ("--set", pair)))
+    assert read_probe(run) == read_probe(out), "kept for the next run"
+    reasons = [d["reason"] for d in json.loads((run / "manifest.json").read_text())["precision"]]
+    assert any("fastest" in reason for reason in reasons)

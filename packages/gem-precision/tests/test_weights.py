@@ -13,9 +13,11 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from gem_core.spec import LOW_WEIGHTS
 from gem_precision import weights
 from gem_precision.formats import FORMATS, Format, Quantized, find_format, quantize
 from gem_precision.linear import LinearRule, lower
+from gem_precision.options import GuardOptions, RampOptions
 from gem_precision.presets import PRESETS
 from gem_precision.recipes.low_precision import LowPrecision
 from gem_precision.weights import HeldWeight
@@ -149,3 +151,10 @@ def test_a_symmetric_format_gives_both_sides_from_one(name: str, out: int, input
         assert torch.equal(got.dequantize().nan_to_num(nan=-7.0), want.dequantize().nan_to_num(nan=-7.0))
     assert len(held._made) == (1 if form.symmetric else 2)
     assert form.symmetric == name.endswith(("32x32", "128x128", "tensor"))
+
+
+@pytest.mark.parametrize(("options", "travels"), [({}, True), ({"ramp": RampOptions(start=3)}, False), ({"guard": GuardOptions(every=2)}, False)])
+def test_a_weight_that_may_be_read_high_does_not_travel_low(options: dict[str, Any], travels: bool) -> None:
+    model = nn.Sequential(nn.Linear(96, 160))
+    LowPrecision("fp8_block", small=0, **options).prepare(model, "cpu")
+    assert (getattr(model[0], LOW_WEIGHTS, {}) == {"weight": vars(model[0])["forward"].held}) == travels

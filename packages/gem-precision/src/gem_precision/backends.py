@@ -4,8 +4,10 @@ A backend is declared in ``BACKENDS`` and names its code by string, so that list
 recipe of ``gem_precision.presets``; the emulated one of a recipe is the reference that the others are held to.
 """
 
+import platform
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,7 +23,7 @@ class Device:
 
     Args:
         type: ``cpu`` or ``cuda``.
-        name: as torch has it for a GPU.
+        name: the model, as torch has it for a GPU and the system for a CPU.
         arch: compute capability as an integer, 90 for sm90; None on a CPU.
     """
 
@@ -33,7 +35,7 @@ class Device:
     def here(cls, device_type: str) -> "Device":
         """The device of that type that this process computes on."""
         if device_type != "cuda":
-            return cls(type=device_type, name=device_type)
+            return cls(type=device_type, name=_processor())
         major, minor = torch.cuda.get_device_capability()
         return cls(type="cuda", name=torch.cuda.get_device_name(), arch=10 * major + minor)
 
@@ -89,6 +91,14 @@ BACKENDS: tuple[LinearBackend, ...] = (
     LinearBackend(name="mxfp8_native", recipe="mxfp8", load="gem_precision.native:native_mx_linear", check="gem_precision.native:mx_why_not"),
 )
 """Every backend, those of one recipe in the order in which tables show them."""
+
+
+def _processor() -> str:
+    """The model of the processor, as far as the system tells it."""
+    about = Path("/proc/cpuinfo")
+    lines = about.read_text().splitlines() if about.is_file() else []
+    named = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+    return named or platform.processor() or platform.machine()
 
 
 def backends_of(recipe: str) -> list[LinearBackend]:

@@ -7,7 +7,7 @@ in the order of float32 sums alone. Emulation serves quality; it is slower than 
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -60,22 +60,23 @@ class LowForward:
             ``grads``.
     """
 
-    def __init__(self, module: nn.Linear, rule: LinearRule, multiply: Callable[..., Tensor] | None = None) -> None:
-        self.module, self.rule = module, rule
+    def __init__(self, module: nn.Module, rule: LinearRule, multiply: Callable[..., Tensor] | None = None) -> None:
+        self.module, self.rule = cast(nn.Linear, module), rule  # of whatever class, it has a weight and a bias
         self.multiply = multiply or emulated_linear
-        self.held = HeldWeight(rule.weights, rule.hadamard, (module.out_features, module.in_features))
+        self.held = HeldWeight(rule.weights, rule.hadamard, tuple(self.module.weight.shape))
         self.watch: Watch | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
         flat, watch = x.reshape(-1, x.shape[-1]), self.watch if self.module.training else None
         with torch.autocast(x.device.type, enabled=False):
             out = self.multiply(flat, self.module.weight, self.rule, self.held, watch)
+            out = out.reshape(*x.shape[:-1], out.shape[-1])
             out = out if self.module.bias is None else out + self.module.bias
-        return out.reshape(*x.shape[:-1], out.shape[-1]).to(_asked_dtype(x))
+        return out.to(_asked_dtype(x))
 
 
 def emulated_linear(x: Tensor, weight: Tensor, rule: LinearRule, held: HeldWeight, watch: Watch | None = None) -> Tensor:
-    """``x weight^T`` under a rule, by exact emulation: ``[rows, in]`` and ``[out, in]`` to ``[rows, out]`` float32."""
+    """``x weight^T`` under a rule, by exact emulation: ``[..., rows, in]`` and ``[..., out, in]`` to ``[..., rows, out]`` float32."""
     out: Tensor = _Linear.apply(x, weight, rule, held, watch)  # type: ignore[no-untyped-call]
     return out
 
@@ -87,7 +88,7 @@ def low_linear(x: Tensor, weight: Tensor, rule: LinearRule) -> Tensor:
 
 
 class _Linear(torch.autograd.Function):
-    """``x w^T`` of ``[n, in]`` and ``[out, in]``, float32."""
+    """``x w^T`` of ``[..., n, in]`` and ``[..., out, in]``, float32."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, rule: LinearRule, held: HeldWeight, watch: Any) -> Tensor:
@@ -108,9 +109,9 @@ class _Linear(torch.autograd.Function):
             right = ctx.held.operand(weight, transposed=True)
             dx = _product(_low("grads", grad, rule.grads, rule, ctx.watch), right).to(x.dtype)
         if ctx.needs_input_grad[1] and not rule.weight_grad:
-            dw = (grad.float().T @ x.float()).to(weight.dtype)
+            dw = (grad.float().mT @ x.float()).to(weight.dtype)
         elif ctx.needs_input_grad[1]:
-            dw = _product(_low("grads", grad.T, rule.grads, rule, None), _low("inputs", x.T, rule.inputs, rule, None)).to(weight.dtype)
+            dw = _product(_low("grads", grad.mT, rule.grads, rule, None), _low("inputs", x.mT, rule.inputs, rule, None)).to(weight.dtype)
         return dx, dw, None, None, None
 
 
@@ -125,7 +126,7 @@ def _low(role: str, x: Tensor, form: Format, rule: LinearRule, watch: Watch | No
 
 def _product(left: Tensor, right: Tensor) -> Tensor:
     """``left right^T``, summed in float32. Where torch may use tf32, its ten bits hold any element, but not an element times a float scale."""
-    return left @ right.T
+    return left @ right.mT
 
 
 def _asked_dtype(x: Tensor) -> torch.dtype:
@@ -140,7 +141,8 @@ def rule_of(module: nn.Module) -> LinearRule | None:
     return forward.rule if isinstance(forward, LowForward) else None
 
 
-def lower(module: nn.Linear, rule: LinearRule, multiply: Callable[..., Tensor] | None = None) -> None:
+def lower(module: nn.Module, rule: LinearRule, multiply: Callable[..., Tensor] | None = None) -> None:
     """Change a layer in place so that it computes under ``rule``, by a backend or the emulation. Touches no tensor."""
     vars(module)["forward"] = forward = LowForward(module, rule, multiply)
-    vars(module)[LOW_WEIGHTS] = {"weight": forward.held}
+    if isinstance(module, nn.Linear):
+        vars(module)[LOW_WEIGHTS] = {"weight": forward.held}

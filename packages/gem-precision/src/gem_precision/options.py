@@ -77,6 +77,8 @@ class LowPrecisionOptions(BaseModel):
     """Round output gradients stochastically, which keeps their mean."""
     hadamard: bool = False
     """Spread outliers by a random Hadamard transform of both operands of each product."""
+    linear: str | None = None
+    """Backend of linear layers, such as ``fp8_block_native``; by default the emulation. One that does not fit a layer is an error."""
     telemetry: bool = False
     """Write largest value, error, saturation and underflow of the operands of linear layers to ``precision.jsonl`` at logging steps."""
     guard: GuardOptions | None = None
@@ -110,7 +112,9 @@ class AutoOptions(BaseModel):
     bound: float = 25.0
     """The lowest signal-to-quantisation-noise ratio, in dB, that each product of a site has to reach."""
     formats: Annotated[tuple[Literal["fp8_rowwise", "fp8_block", "mxfp8", "mxfp4_mlp"], ...], Field(min_length=1)] = ("fp8_block", "mxfp8")
-    """Recipes whose formats are tried, the fastest first."""
+    """Recipes whose formats are tried."""
+    order: Literal["given", "time"] = "given"
+    """``given``: the first of ``formats`` within the bound; ``time``: the fastest way on this device by the probe, the layer as it is among them."""
     high: tuple[Pattern, ...] = ()
     """As in the low-precision recipes."""
     islands: tuple[Pattern, ...] | None = None

@@ -1,6 +1,7 @@
 """Declarations of this package. Imports no torch and no pydantic."""
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from gem_core.spec import CliCommand, KernelImpl, PrecisionRecipe, RunInfo, StepInfo, hookimpl
 
@@ -82,6 +83,15 @@ def gem_precision_recipes() -> Sequence[PrecisionRecipe]:
             options="gem_precision.options:ProbeOptions",
         ),
     ]
+
+
+@hookimpl
+def gem_run_started(run: RunInfo) -> None:
+    """A run whose formats a probe has chosen keeps the probe."""
+    if run.rank == 0 and run.config["precision"]["recipe"] == "auto":
+        from gem_precision.probe.record import keep
+
+        keep(Path(run.config["precision"]["options"]["probe"]), run.folder)
 
 
 @hookimpl

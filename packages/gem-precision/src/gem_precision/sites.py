@@ -1,4 +1,4 @@
-"""The places of a model where a recipe can lower a matrix product: linear layers, and the kernels of layers that multiply matrices."""
+"""The places of a model where a recipe can lower a matrix product: linear layers, also those with a matrix for each token, and kernels."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from gem_core.ops.slot import KernelSlot
+from gem_core.spec import TOKEN_LINEAR
 from gem_precision.plugin import LOW_OPS
 from gem_precision.policy import label, reads_children
 
@@ -17,7 +18,7 @@ class Site:
     Args:
         name: as decisions call it: the module's name, or ``MODULE.ATTRIBUTE`` of a slot for attention.
         owner: the name of the module.
-        module: the linear layer, or the module that has the slot.
+        module: the linear layer (``nn.Linear``, or ``gem_core.spec.TOKEN_LINEAR``), or the module that has the slot.
         slot: None for a linear layer.
         handed: a linear layer whose weights its parent gives to a kernel: its own forward never runs.
     """
@@ -38,7 +39,14 @@ class Site:
         """The narrower side of the matrix, or the width of a head; None where neither is known."""
         if self.slot is not None and self.attention:
             return self.slot.head_dim
+        if has_tokens(self.module):
+            return min(self.module.get_parameter("weight").shape[1:])
         return min((min(p.shape) for p in self.module.parameters() if p.dim() == 2), default=None)
+
+
+def has_tokens(module: nn.Module) -> bool:
+    """Whether a module is a linear map of its own for each token."""
+    return bool(getattr(type(module), TOKEN_LINEAR, False))
 
 
 def sites(model: nn.Module) -> Iterator[Site]:
@@ -48,6 +56,8 @@ def sites(model: nn.Module) -> Iterator[Site]:
         if type(module) is nn.Linear:
             parent = model.get_submodule(name.rpartition(".")[0])
             yield Site(label(name), name, module, handed=parent is not module and reads_children(parent))
+        elif has_tokens(module):
+            yield Site(label(name), name, module)
         for key, slot in vars(module).items():
             if isinstance(slot, KernelSlot) and slot.op in LOW_OPS and slot not in seen:
                 seen.add(slot)

@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 class HeldWeight:
-    """What is computed from one layer's weight ``[out, in]`` alone, held until the weight has another value.
+    """What is computed from one layer's weight ``[..., out, in]`` alone, held until the weight has another value.
 
     A value is known by its place in memory, which no other tensor is given in the meantime, and by its version, which every in-place change raises.
     What changes weights behind torch's back (writes through ``.data``) has to call ``changed``. A copy of a layer, and a layer that was sent to
@@ -26,10 +26,10 @@ class HeldWeight:
     Args:
         form: the format of the weight.
         hadamard: seed of the transform of both operands of each product, None for none.
-        shape: ``(out, in)``, which parts need.
+        shape: of the weight, which parts need; only a matrix can be in parts.
     """
 
-    def __init__(self, form: Format, hadamard: int | None = None, shape: tuple[int, int] | None = None) -> None:
+    def __init__(self, form: Format, hadamard: int | None = None, shape: tuple[int, ...] | None = None) -> None:
         self._form, self._hadamard, self._shape = form, hadamard, shape
         self._made: dict[Any, Any] = {}
         self._of: tuple[Any, ...] = ()
@@ -66,7 +66,7 @@ class HeldWeight:
         """
         if transposed and self._one_for_both:
             return self.rounded(weight, transposed=False).transposed()
-        return self.get(weight, transposed, lambda w: quantize(turned(w.T if transposed else w, self._hadamard), self._form))
+        return self.get(weight, transposed, lambda w: quantize(turned(w.mT if transposed else w, self._hadamard), self._form))
 
     def operand(self, weight: Tensor, *, transposed: bool) -> Tensor:
         """As ``rounded``, in float32. A weight that has travelled in its format is taken as it came."""

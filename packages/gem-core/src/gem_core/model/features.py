@@ -21,6 +21,9 @@ from gem_core.spec.errors import RequestError
 class TokenLinear(nn.Module):
     """A linear map of its own for each token: ``[rows, tokens, dim] -> [rows, tokens, out]``."""
 
+    token_linear = True
+    """``gem_core.spec.TOKEN_LINEAR``."""
+
     def __init__(self, tokens: int, dim: int, out: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(tokens, dim, out))

@@ -47,6 +47,7 @@ from gem_core.spec.parallel import (
 from gem_core.spec.plan import BatchFacts, BlockFacts, EmbeddingPlan, LayoutPlan, ModelFacts, StepPlan, StepRequest, TablePlan
 from gem_core.spec.precision import (
     LOW_WEIGHTS,
+    TOKEN_LINEAR,
     ChangingPrecision,
     HoldsWeights,
     LowWeight,
@@ -65,6 +66,7 @@ __all__ = [
     "LOW_WEIGHTS",
     "PROJECT",
     "STAGES",
+    "TOKEN_LINEAR",
     "BatchFacts",
     "BlockFacts",
     "BlockMemory",

@@ -139,6 +139,10 @@ class ChangingPrecision(Protocol):
         ...
 
 
+TOKEN_LINEAR = "token_linear"
+"""Class attribute, true for modules that are a linear map of its own for each token: parameters ``weight`` ``[tokens, in, out]`` and ``bias``
+``[tokens, out]``, and a forward from ``[rows, tokens, in]`` to ``[rows, tokens, out]``. Recipes may lower them as they lower linear layers."""
+
 LOW_WEIGHTS = "low_weights"
 """Attribute of a module, set by a recipe: ``{name of a parameter of the module: its LowWeight}``."""
 

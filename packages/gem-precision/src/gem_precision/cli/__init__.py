@@ -58,15 +58,16 @@ def sweep(
     steps: Annotated[int, typer.Option(min=1, help="Training steps to probe.")] = 20,
     overrides: Annotated[list[str] | None, typer.Option("--set", help="PATH=VALUE for the run; may be repeated.")] = None,
 ) -> None:
-    """Rank the places of a model by what each format would get wrong there, measured on real batches. The recipe `auto` reads the result."""
-    from gem_precision.probe.record import read_probe
-    from gem_precision.probe.report import draw, ranking
+    """Rank the places of a model by what each format would get wrong there, on real batches, and time linear layers. `auto` reads the result."""
+    from gem_precision.probe.record import all_times, read_probe
+    from gem_precision.probe.report import draw, ranking, speeds
     from gem_precision.run import gem
 
     words = [word for pair in ("precision.recipe=probe", f"train.max_steps={steps}", *(overrides or ())) for word in ("--set", pair)]
     gem("train", "-c", config, "--out", str(out), *words)
     rows = read_probe(out)
     ranking(rows)
+    speeds(all_times(out))
     print(f"drawn: {draw(rows, out)}")
 
 

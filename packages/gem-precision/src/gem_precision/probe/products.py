@@ -28,7 +28,10 @@ class ProbedProducts(Products):
         return _Probed.apply(equation, left, right, weights, self._site, self._record)  # type: ignore[no-any-return, no-untyped-call]
 
     def linear(self, x: Tensor, weight: Tensor) -> Tensor:
-        flat = self.einsum("ni,oi->no", x.reshape(-1, x.shape[-1]), weight, weights=True)
+        rows = x.reshape(-1, x.shape[-1])
+        if torch.is_grad_enabled():
+            self._record.met(self._site, rows, weight)
+        flat = self.einsum("ni,oi->no", rows, weight, weights=True)
         return flat.reshape(*x.shape[:-1], weight.shape[0])
 
 

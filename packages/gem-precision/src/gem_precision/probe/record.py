@@ -1,15 +1,18 @@
-"""Errors of products in each format, summed over the batches of a run."""
+"""Errors of products in each format, summed over the batches of a run; and what they take on its device."""
 
 import json
 import math
 from collections import defaultdict
 from pathlib import Path
+from shutil import copyfile
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from gem_core.spec import RequestError
+from gem_precision.backends import Device, LinearShape
+from gem_precision.probe.times import time_sites
 
 FILE = "precision-probe.json"
 FORWARD, LEFT, RIGHT = "forward", "first gradient", "second gradient"
@@ -26,6 +29,8 @@ class Record:
     def __init__(self) -> None:
         self._sums: dict[tuple[str, str, str], Tensor] = {}
         self._calls: dict[str, int] = defaultdict(int)
+        self._met: dict[str, list[LinearShape]] = defaultdict(list)
+        self._where: tuple[torch.device, torch.dtype] | None = None
 
     def add(self, site: str, product: str, recipe: str, exact: Tensor, low: Tensor) -> None:
         """One product; nothing is read back from the device."""
@@ -37,6 +42,16 @@ class Record:
         self._calls[site] += 1
         latest[:] = [self]
 
+    def met(self, site: str, x: Tensor, weight: Tensor) -> None:
+        """A linear product ``[rows, in]`` with ``[out, in]``."""
+        self._met[site].append(LinearShape(rows=x.shape[0], inputs=weight.shape[1], outputs=weight.shape[0]))
+        kind = x.device.type
+        self._where = x.device, torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+
+    def shapes(self) -> dict[str, LinearShape]:
+        """The linear product of each site, with the median of the rows that it met."""
+        return {site: sorted(shapes, key=lambda shape: shape.rows or 0)[len(shapes) // 2] for site, shapes in self._met.items()}
+
     def rows(self) -> list[dict[str, Any]]:
         """``{site, product, recipe, sqnr, calls}``; ``sqnr`` is the signal-to-quantisation-noise ratio in dB, None where a product was 0 or exact."""
         return [
@@ -45,9 +60,9 @@ class Record:
         ]
 
     def write(self, folder: Path) -> Path:
-        """Write ``precision-probe.json`` into a run's folder."""
-        path = folder / FILE
-        path.write_text(json.dumps({"format": 1, "rows": self.rows()}, indent=1))
+        """Time the linear products, and write ``precision-probe.json`` into a run's folder."""
+        path, speed = folder / FILE, {} if self._where is None else time_sites(self.shapes(), *self._where)
+        path.write_text(json.dumps({"format": 1, **speed, "rows": self.rows()}, indent=1))
         return path
 
 
@@ -59,11 +74,36 @@ def ratio(signal: float, noise: float) -> float | None:
 
 
 def read_probe(path: Path) -> list[dict[str, Any]]:
-    """The rows that a probe wrote: a file, or the folder that it stands in.
+    """The errors that a probe wrote: a file, or the folder that it stands in.
 
     Raises:
         RequestError: there is none, or it is of another format.
     """
+    return list(_content(path)["rows"])
+
+
+def all_times(path: Path) -> list[dict[str, Any]]:
+    """The times that a probe wrote, as ``time_sites`` gives them, whatever device they are of; RequestError as ``read_probe``."""
+    return list(_content(path).get("times", ()))
+
+
+def read_times(path: Path, here: Device) -> list[dict[str, Any]]:
+    """The times that a probe wrote on this device.
+
+    Raises:
+        RequestError: as ``read_probe``; or it has no times, or those of another device than ``here``.
+    """
+    content = _content(path)
+    asked, do = f"the times of probe {path}", "Make one here (gem precision sweep), or set precision.options.order = 'given'."
+    if "times" not in content:
+        raise RequestError(asked, "it has none", do)
+    measured = Device(**content["device"])
+    if measured != here:
+        raise RequestError(asked, f"they were measured on {measured.name} ({measured.type}), and this run computes on {here.name} ({here.type})", do)
+    return list(content["times"])
+
+
+def _content(path: Path) -> dict[str, Any]:
     file = path / FILE if path.is_dir() else path
     try:
         content = json.loads(file.read_text())
@@ -71,7 +111,14 @@ def read_probe(path: Path) -> list[dict[str, Any]]:
         raise RequestError(f"probe {file}", f"it cannot be read ({error})", "Make one: gem precision sweep.") from error
     if not isinstance(content, dict) or content.get("format") != 1:
         raise RequestError(f"probe {file}", "it is of another format", "Make it again: gem precision sweep.")
-    return list(content["rows"])
+    return content
+
+
+def keep(probe: Path, folder: Path) -> None:
+    """Put the probe that a run has chosen its formats by beside the run's other files, where the next run can find it."""
+    file = probe / FILE if probe.is_dir() else probe
+    if file.resolve() != (folder / FILE).resolve():
+        copyfile(file, folder / FILE)
 
 
 def worst(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:

@@ -24,6 +24,23 @@ def ranking(rows: list[dict[str, Any]]) -> None:
     print("Lowest signal-to-quantisation-noise ratio of forward and both gradients; a bit is worth 6 dB.")
 
 
+def speeds(times: list[dict[str, Any]]) -> None:
+    """Print what each way takes at each size that the run met, beside the layer as it is."""
+    shapes: dict[tuple[int, int, int], dict[str, str]] = {}
+    for row in times:
+        ms = "-" if row["ms"] is None else f"{row['ms']:.3g}"
+        shapes.setdefault((row["rows"], row["inputs"], row["outputs"]), {})[row["backend"]] = ms
+    ways = [row for row in times if row["ms"] is not None]
+    names = list(dict.fromkeys(row["backend"] for row in ways))
+    table = Table("ROWS x IN x OUT", *(f"{name} ms" for name in names), box=None)
+    for shape, found in shapes.items():
+        table.add_row(" x ".join(map(str, shape)), *(found[name] for name in names))
+    Console(width=160).print(table)
+    print("Median of forward and both gradients, casts included. Emulated ways give a format's numbers without its speed.")
+    for row in {row["backend"]: row for row in times if row["why_not"]}.values():
+        print(f"{row['backend']}: {'; '.join(row['why_not'])}")
+
+
 def draw(rows: list[dict[str, Any]], folder: Path) -> Path:
     """Write ``precision.svg``: a line for each site, a dot for each recipe."""
     recipes, ordered = _ordered(rows)

@@ -1,16 +1,18 @@
 """Recipes that compute large linear layers and attention in FP8 or a microscaling format, and the rest as ``bf16_islands`` does."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, Literal
 
-from torch import nn
+from torch import Tensor, nn
 
-from gem_core.spec import PrecisionDecision, RequestError
-from gem_precision.linear import LinearRule, LowForward, lower, rule_of
+from gem_core.spec import KernelUnavailable, PrecisionDecision, RequestError
+from gem_precision.backends import Device, LinearBackend, LinearShape, find_backend, require
+from gem_precision.grouped import token_linear
+from gem_precision.linear import LinearRule, LowForward, emulated_linear, lower, rule_of
 from gem_precision.options import GuardOptions, RampOptions
 from gem_precision.plugin import emulated
 from gem_precision.policy import island_around
@@ -18,18 +20,19 @@ from gem_precision.presets import PRESETS
 from gem_precision.ramps import last_layers
 from gem_precision.recipes.bf16_islands import Bf16Islands
 from gem_precision.recipes.changing import Changing, Lowered
-from gem_precision.sites import Site, sites
+from gem_precision.sites import Site, has_tokens, sites
 from gem_precision.telemetry import Telemetry
 from gem_precision.weights import HeldWeight
 
 
 @dataclass(frozen=True, slots=True)
 class Lowering:
-    """What becomes of a site: the preset that its kernel emulates, the rule of a linear layer, and why."""
+    """What becomes of a site: the preset whose formats it has, the rule of a linear layer, why, and who multiplies (None for the emulation)."""
 
     preset: str
     rule: LinearRule
     reason: str
+    backend: LinearBackend | None = None
 
 
 class LowSites(Changing):
@@ -94,7 +97,7 @@ class LowSites(Changing):
             before = decided.get(site.name)
             high = before.format if before is not None else "fp32" if island else self.compute_dtype()
             if isinstance(chosen, Lowering):
-                decided[site.name] = _lowered(site, chosen)
+                decided[site.name] = _lowered(site, chosen, device_type)
                 lowered.append(Lowered(site, chosen.preset, high))
                 if site.slot is None:
                     self._attend(site.name, vars(site.module)["forward"])
@@ -144,6 +147,7 @@ class LowPrecision(LowSites):
         weight_grad: ``low`` or ``high`` weight gradients of linear layers; None for the preset's.
         stochastic: round output gradients of linear layers stochastically.
         hadamard: turn the operands of linear layers by a random Hadamard transform first.
+        linear: name of the backend of linear layers (``gem_precision.backends``); None for the emulation.
     """
 
     def __init__(
@@ -157,6 +161,7 @@ class LowPrecision(LowSites):
         weight_grad: Literal["low", "high"] | None = None,
         stochastic: bool = False,
         hadamard: bool = False,
+        linear: str | None = None,
         telemetry: bool = False,
         guard: GuardOptions | None = None,
         ramp: RampOptions | None = None,
@@ -178,19 +183,34 @@ class LowPrecision(LowSites):
         )
         rule = chosen.rule()
         low = rule.weight_grad if weight_grad is None else weight_grad == "low"
+        self._backend = None if linear is None else find_backend(linear, preset)
         self._rule = replace(rule, weight_grad=low, stochastic=stochastic, hadamard=1 if hadamard else None)
 
     def choose(self, site: Site) -> Lowering:
-        return Lowering(self._name, self._rule, self._name)
+        return Lowering(self._name, self._rule, self._name, self._backend)
 
 
-def _lowered(site: Site, how: Lowering) -> PrecisionDecision:
-    if isinstance(site.module, nn.Linear):
-        lower(site.module, how.rule)
-        return PrecisionDecision(module=site.name, format=how.rule.label, reason=f"{how.reason}, emulated; weights are kept in float32")
-    assert site.slot is not None
+def _lowered(site: Site, how: Lowering, device_type: str) -> PrecisionDecision:
+    if site.slot is None:
+        by = "emulated" if how.backend is None else f"by {how.backend.name!r}"
+        lower(site.module, how.rule, _multiply(site, how.backend, device_type))
+        return PrecisionDecision(module=site.name, format=how.rule.label, reason=f"{how.reason}, {by}; weights are kept in float32")
     site.slot.asked = emulated(how.preset)
     return PrecisionDecision(module=site.name, format=how.rule.inputs.name, reason=f"{how.reason}, by the kernel backend {site.slot.asked!r}")
+
+
+def _multiply(site: Site, backend: LinearBackend | None, device_type: str) -> Callable[..., Tensor]:
+    """What computes a linear layer; KernelUnavailable if the backend that was asked for cannot."""
+    if has_tokens(site.module):
+        if backend is not None and not backend.emulated:
+            so = f"{site.name} has a matrix for each token, which it has no product for"
+            raise KernelUnavailable(f"linear backend {backend.name!r}", so, "Keep the module high (precision.options.high), or leave the name out.")
+        return token_linear
+    if backend is None:
+        return emulated_linear
+    assert isinstance(site.module, nn.Linear)
+    require(backend, Device.here(device_type), LinearShape(inputs=site.module.in_features, outputs=site.module.out_features))
+    return backend.resolve()
 
 
 fp8_rowwise, fp8_block, mxfp8, mxfp4_mlp, fp8_naive = (partial(LowPrecision, name) for name in PRESETS)
