@@ -21,9 +21,11 @@ import triton
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from gem_core.ops.gdpa import reference
 from gem_precision.formats import fake_quantize, find_format
 from gem_precision.kernels.activation import activation_both
 from gem_precision.kernels.cast import Both, cast_both, cast_weight
+from gem_precision.kernels.gdpa import gdpa_forward
 from gem_precision.kernels.layers import mlp, norm_linear
 from gem_precision.kernels.norm import norm_both
 from gem_precision.kernels.product import Way, choose, library_reasons, product
@@ -38,6 +40,8 @@ CHECKED = ((1, 128, 128), (200, 128, 128), (1000, 384, 640), (4096, 512, 512), (
 TIMED = ((1 << 19, 1024, 4096), (1 << 19, 4096, 1024), (1 << 20, 512, 512), (1 << 19, 512, 2048), (1 << 19, 1024, 1024))
 FUSED = ((1 << 19, 1024, 4096), (1 << 20, 512, 512), (1 << 19, 512, 2048))
 """Of a norm before a linear layer, and of two layers with an activation between them, where outputs are the hidden width."""
+ATTENDED = ((1152, 256), (288, 1024))
+"""Rows and their length, with four heads of 128."""
 Ways = dict[str, Callable[[], Any]]
 
 
@@ -119,7 +123,17 @@ def fused_errors(rows: int, wide_in: int, wide_out: int) -> dict[str, float]:
     return {name: error(both.along.dequantize()[:rows], fake_quantize(wanted.float(), row)) for name, (both, wanted) in made.items()}
 
 
-LIMITS = {"cast": 0.0, "forward": 1e-3, "weight gradient": 1e-3, "layer": 5e-3, "norm": 1e-2, "activation": 1e-2, "gradient": 1e-2}
+def attention_errors(rows: int, wide_in: int, _: int) -> dict[str, float]:
+    """Two rows of queries over all keys, beside the op in float64. Weights are rounded once more than the operands of a layer."""
+    q, k, v = (torch.randn(rows, wide_in // 128, 128, device=DEVICE) for _ in range(3))
+    queries = torch.tensor([0, rows // 3, rows], device=DEVICE)
+    keys = torch.tensor([0, rows // 2, rows], device=DEVICE)
+    where: Any = {"max_q": rows, "max_k": rows, "activation": "gelu", "scale": 128**-0.5}
+    wanted = reference(q.double(), k.double(), v.double(), queries, keys, **where)
+    return {"attention": error(gdpa_forward(q, k, v, queries, keys, **where), wanted)}
+
+
+LIMITS = {"attention": 0.1, "cast": 0.0, "forward": 1e-3, "weight gradient": 1e-3, "layer": 5e-3, "norm": 1e-2, "activation": 1e-2, "gradient": 1e-2}
 """By the first word or words of a check. A tensor core keeps about 14 bits while it sums; outputs of layers are bfloat16; a last bit of float32 may
 decide how a fused operand rounds."""
 
@@ -134,6 +148,7 @@ def checks() -> list[dict[str, Any]]:
             lambda s=(rows, wide_in, wide_out): product_errors(*s),
             lambda s=(rows, wide_in, wide_out): layer_errors(*s),
             lambda s=(rows, wide_in, wide_out): fused_errors(*s),
+            lambda s=(rows, wide_in, wide_out): attention_errors(*s),
         ):
             try:
                 found |= part()
@@ -271,6 +286,19 @@ def fused(rows: int, wide_in: int, wide_out: int) -> list[dict[str, Any]]:
     return [*beside_bf16("RMS norm and linear", norms, flops), *beside_bf16("linear, SiLU, linear", pairs, 2 * flops)]
 
 
+def attention(rows: int, length: int, heads: int = 4) -> list[dict[str, Any]]:
+    """Attention with GELU, forward, every row full, casts included; beside two batched products and GELU of torch."""
+    q, k, v = (random(rows * length, heads, 128) for _ in range(3))
+    offsets = torch.arange(0, rows * length + 1, length, device=DEVICE)
+
+    def plain() -> Tensor:
+        wide = [t.view(rows, length, heads, 128).transpose(1, 2) for t in (q, k, v)]
+        return F.gelu(wide[0] @ wide[1].transpose(2, 3)) @ wide[2]
+
+    times = medians({"bf16": plain, "fp8_block": lambda: gdpa_forward(q, k, v, offsets, offsets, max_q=length, max_k=length)})
+    return beside_bf16("attention forward", times, 4 * heads * 128 * rows * length * length)
+
+
 def beside_bf16(what: str, times: dict[str, float], flops: int) -> list[dict[str, Any]]:
     return [{"what": f"{what}, {name}", "ms": ms, "tflops": flops / ms / 1e9, "over_bf16": times["bf16"] / ms} for name, ms in times.items()]
 
@@ -278,6 +306,7 @@ def beside_bf16(what: str, times: dict[str, float], flops: int) -> list[dict[str
 def timings() -> list[dict[str, Any]]:
     work = [(passes, (rows, columns)) for rows, columns in sorted({(rows, columns) for rows, _, columns in TIMED})]
     work += [(products, shape) for shape in TIMED] + [(layers, shape) for shape in TIMED] + [(fused, shape) for shape in FUSED]
+    work += [(attention, shape) for shape in ATTENDED]
     records = []
     for measure, shape in work:
         try:

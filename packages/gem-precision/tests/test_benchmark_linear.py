@@ -27,6 +27,7 @@ def bench(monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda **how: lambda function: function)
     for name in ("CHECKED", "TIMED", "FUSED"):
         monkeypatch.setattr(module, name, ((130, 128, 256),))
+    monkeypatch.setattr(module, "ATTENDED", ((2, 40),))
     monkeypatch.setattr(module, "medians", lambda ways: {name: float(way() is not None) + 2 for name, way in ways.items()})
     return module
 
@@ -34,10 +35,10 @@ def bench(monkeypatch):
 def test_every_check_and_every_timing_runs(bench, capsys):
     checks = bench.checks()
     assert not [record for record in checks if record["check"].startswith("failed")]
-    assert len(checks) == 4 + 3 + 3 + 3
+    assert len(checks) == 4 + 3 + 3 + 3 + 1
     timings = bench.timings()
     assert not [record for record in timings if "failed" in record["what"]]
-    assert len(timings) == 7 + 7 + 2 + 4
+    assert len(timings) == 7 + 7 + 2 + 4 + 2
     assert {record["of_a_copy"] for record in timings if record["what"] == "cast"} == {1.0}
 
 

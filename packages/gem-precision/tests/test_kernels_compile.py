@@ -108,3 +108,13 @@ def test_the_gradient_of_a_norm_fits_at_every_width():
     constants = ({"LAYER": True, "ROWS": max(1, 16 * 512 // width), "WIDTH": width} for width in (128, 4096))
     for kernel in build(*(("norm", "norm_grad_kernel", fixed, {}, None) for fixed in constants)):
         assert kernel["spilled"] == 0
+
+
+@pytest.mark.slow
+def test_attention_uses_fp8_tensor_cores_for_both_products():
+    box, words = "tensordesc<fp8e4nv[128, 128]>", ("heads", "q_padded", "k_padded", "max_q", "max_k")
+    types = {**dict.fromkeys("qkv", box), **dict.fromkeys(words, "i32"), "q_offsets": "*i64", "k_offsets": "*i64", "factor": "fp32", "out": "*bf16"}
+    (kernel,) = build(("gdpa", "gdpa_kernel", {"NAME": "gelu", "STAGES": 2}, types, None))
+    assert kernel["ptx"].count("wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3") == 2 * 4  # 128 elements are four steps of 32
+    assert "cp.async.bulk.tensor" in kernel["ptx"]
+    assert kernel["spilled"] == 0

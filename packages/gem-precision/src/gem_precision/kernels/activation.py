@@ -76,6 +76,12 @@ def activation_kernel(
     store_both(q0, q1, q2, q3, row_tile, column_tile, columns, padded, out, out_scale, turned, turned_scale)
 
 
+def require_activation(name: str) -> None:
+    """It has a kernel."""
+    if name not in get_args(Activation):
+        raise RequestError(f"activation {name!r}", "it has no native kernel", f"Choose one of {', '.join(get_args(Activation))}.")
+
+
 def activation_both(x: Tensor, name: Activation, dy: Tensor | None = None) -> Both:
     """``f(x)``, or with ``dy`` the gradient ``dy f'(x)``, in 1 x 128 blocks along either axis.
 
@@ -87,8 +93,7 @@ def activation_both(x: Tensor, name: Activation, dy: Tensor | None = None) -> Bo
     Raises:
         RequestError: an unknown activation, or shapes or layouts that do not fit.
     """
-    if name not in get_args(Activation):
-        raise RequestError(f"activation {name!r}", "it has no native kernel", f"Choose one of {', '.join(get_args(Activation))}.")
+    require_activation(name)
     require_matrix("activation_both", x)
     if dy is not None:
         require_matrix("activation_both", dy)
