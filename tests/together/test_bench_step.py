@@ -71,15 +71,15 @@ def test_a_recipe_has_the_sizes_that_its_comment_says(name: str, tmp_path: Path)
     assert events == pytest.approx(about, rel=0.1)
 
 
-@pytest.mark.parametrize("name", ["gem-h200-512", "hstu-h200"])
-def test_a_small_version_of_a_recipe_is_measured(gem: Gem, name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "wanted"), [("gem-h200-512", ("padded", "bucketed", "balanced", "overlapped")), ("hstu-h200", ("bucketed",))])
+def test_a_small_version_of_a_recipe_is_measured(gem: Gem, name: str, wanted: tuple[str, ...], tmp_path: Path) -> None:
     sets = [word for override in (*SMALL[name.partition("-")[0]], *DATA) for word in ("--set", override)]
-    wanted = ("padded", "bucketed", "balanced", "overlapped")
     rungs = [word for rung in wanted for word in ("--rung", rung)]
-    gem("bench", "step", "--recipe", name, *sets, *rungs, "--steps", "3", "--warmup", "1", "--csv", "rows.csv", OMP_NUM_THREADS="1")
+    gem("bench", "step", "--recipe", name, *sets, *rungs, "--steps", "2", "--warmup", "1", "--csv", "rows.csv", OMP_NUM_THREADS="1")
     with (tmp_path / "rows.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert [row["rung"] for row in rows] == list(wanted)
     assert all(float(row["samples_per_s"]) > 0 and row["note"] == "" for row in rows)
-    assert rows[2]["ne"] == rows[3]["ne"]  # the same batches, read ahead or not
-    assert float(rows[0]["ne"]) == pytest.approx(float(rows[1]["ne"]), rel=1e-3)
+    if len(rows) > 1:
+        assert rows[2]["ne"] == rows[3]["ne"]  # the same batches, read ahead or not
+        assert float(rows[0]["ne"]) == pytest.approx(float(rows[1]["ne"]), rel=1e-3)
