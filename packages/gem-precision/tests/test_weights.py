@@ -60,11 +60,17 @@ class Forgetful(HeldWeight):
         return make(weight)
 
 
-def steps(low: nn.Linear, micro: int = 3) -> list[Tensor]:
-    """Two optimiser steps of several micro-batches, an evaluation between them, and activation checkpointing in some; everything that came out."""
+def steps(low: nn.Linear, micro: int = 3, told: bool = False) -> list[Tensor]:
+    """Two optimiser steps of several micro-batches, an evaluation between them, and activation checkpointing in some; everything that came out.
+
+    Args:
+        told: say when the weights change, as the trainer does.
+    """
     generator, out = torch.Generator().manual_seed(1), []
     optimizer = torch.optim.AdamW(low.parameters(), lr=0.01)
     for _ in range(2):
+        if told:
+            vars(low)["forward"].held.changed()
         for batch in range(micro):
             x = torch.randn(9, 96, generator=generator).requires_grad_()
             y = checkpoint(low, x, use_reentrant=False) if batch % 2 else low(x)
@@ -81,16 +87,28 @@ def steps(low: nn.Linear, micro: int = 3) -> list[Tensor]:
 @pytest.mark.parametrize("name", RULES)
 def test_a_weight_is_rounded_once_for_each_value_and_no_bit_changes(name: str, counted: list[tuple[int, ...]]) -> None:
     want = steps(layer(RULES[name], holds=False))
-    without = len(counted)
+    every = len(counted)
+    counted.clear()
+    got = steps(layer(RULES[name]), told=True)
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    assert len(counted) == 2 * SIDES.get(name, 2)
+    assert every > 3 * len(counted), "the count sees a layer that holds nothing"
+
+
+@pytest.mark.parametrize("name", ["fp8_block", "mxfp8"])
+def test_where_nobody_says_when_weights_change_each_forward_pass_rounds_anew(name: str, counted: list[tuple[int, ...]]) -> None:
+    """Two steps of three micro-batches, one of them computed twice, and an evaluation; backward shares what its forward rounded."""
+    want = steps(layer(RULES[name], holds=False))
     counted.clear()
     got = steps(layer(RULES[name]))
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
-    assert len(counted) == 2 * SIDES.get(name, 2)
-    assert without > 3 * len(counted), "the count sees a layer that holds nothing"
+    forward, backward = 2 * (3 + 1 + 1), 2 * 3
+    assert len(counted) == forward + (backward if name == "mxfp8" else 0)
 
 
 def test_every_way_to_change_a_weight_is_seen(counted: list[tuple[int, ...]]) -> None:
     low, x = layer(RULES["fp8_block"]), torch.randn(3, 96)
+    vars(low)["forward"].held.changed()
 
     def anew() -> bool:
         before = len(counted)
@@ -127,6 +145,7 @@ def test_copies_hold_nothing_of_the_original() -> None:
 def test_a_recipe_drops_what_it_holds_when_it_is_told_of_new_weights(counted: list[tuple[int, ...]]) -> None:
     recipe, model = LowPrecision("fp8_block", small=0), nn.Sequential(nn.Linear(96, 160))
     recipe.prepare(model, "cpu")
+    recipe.weights_changed()
     x = torch.randn(3, 96)
     model(x)
     model[0].weight.data.mul_(2.0)  # behind torch's back: no version is raised

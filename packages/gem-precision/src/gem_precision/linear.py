@@ -68,6 +68,7 @@ class LowForward:
 
     def __call__(self, x: Tensor) -> Tensor:
         flat, watch = x.reshape(-1, x.shape[-1]), self.watch if self.module.training else None
+        self.held.begin()
         with torch.autocast(x.device.type, enabled=False):
             out = self.multiply(flat, self.module.weight, self.rule, self.held, watch)
             out = out.reshape(*x.shape[:-1], out.shape[-1])

@@ -17,9 +17,10 @@ T = TypeVar("T")
 class HeldWeight:
     """What is computed from one layer's weight ``[..., out, in]`` alone, held until the weight has another value.
 
-    A value is known by its place in memory, which no other tensor is given in the meantime, and by its version, which every in-place change raises.
-    What changes weights behind torch's back (writes through ``.data``) has to call ``changed``. A copy of a layer, and a layer that was sent to
-    another process, starts with nothing held.
+    A recipe says when the weight has another value (``changed``), and what is held lasts until then. Where nobody says so it lasts from a forward
+    pass to the backward pass of it: torch's own sharding fills a gathered weight again without a trace. Beside that a value is known by its place in
+    memory, which no other tensor is given in the meantime, and by its version, which in-place changes raise. A copy of a layer, and a layer that was
+    sent to another process, starts with nothing held.
 
     It is also the ``gem_core.spec.LowWeight`` of its layer: where ranks keep the weight in parts, these are rounded before they travel.
 
@@ -50,6 +51,11 @@ class HeldWeight:
         if name not in self._made:
             self._made[name] = make(weight)
         return self._made[name]  # type: ignore[no-any-return]
+
+    def begin(self) -> None:
+        """A forward pass begins."""
+        if not self._told:
+            self.drop()
 
     def drop(self) -> None:
         """Hold nothing."""
