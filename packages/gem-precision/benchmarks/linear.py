@@ -133,9 +133,9 @@ def attention_errors(rows: int, wide_in: int, _: int) -> dict[str, float]:
     return {"attention": error(gdpa_forward(q, k, v, queries, keys, **where), wanted)}
 
 
-LIMITS = {"attention": 0.1, "cast": 0.0, "forward": 1e-3, "weight gradient": 1e-3, "layer": 5e-3, "norm": 1e-2, "activation": 1e-2, "gradient": 1e-2}
-"""By the first word or words of a check. A tensor core keeps about 14 bits while it sums; outputs of layers are bfloat16; a last bit of float32 may
-decide how a fused operand rounds."""
+LIMITS = {"attention": 0.1, "cast": 0.0, "forward": 5e-3, "weight gradient": 5e-3, "layer": 1e-2, "norm": 1e-2, "activation": 1e-2, "gradient": 1e-2}
+"""By the first word or words of a check. A tensor core keeps about 14 bits of the largest term while it sums; outputs of layers are bfloat16; a last
+bit of float32 may decide how a fused operand rounds."""
 
 
 def checks() -> list[dict[str, Any]]:
@@ -236,8 +236,7 @@ def backward(out: Tensor, grad: Tensor, *leaves: Tensor) -> None:
 
 
 def step(layer: nn.Linear, x: Tensor, grad: Tensor) -> None:
-    with torch.no_grad():
-        layer.weight.add_(0)  # as an optimiser does: the cast of the weight is not kept
+    """Nobody tells the layer that its weight stays as it is, so it is cast in each step, as in training."""
     with torch.autocast(DEVICE, dtype=torch.bfloat16):
         out = layer(x)
     backward(out, grad, x, layer.weight)
