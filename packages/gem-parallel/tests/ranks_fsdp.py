@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.functional import pad
 
 from gem_core.spec import GemError, ParallelContext, Topology
 from gem_parallel.comm.ledger import LEDGER
@@ -90,6 +91,49 @@ def refused(context: ParallelContext, replicas: int, **words: Any) -> str:
     return "no error"
 
 
+class Halved:
+    """A ``LowWeight`` that reads float16, and wants to know the largest magnitude of all ranks."""
+
+    def __init__(self) -> None:
+        self.rows, self.agreed, self.frees = 0, 0.0, 0
+
+    def split(self, rows: int, rank: int, ranks: int) -> None:
+        self.rows = rows
+
+    def largest(self, part: Tensor) -> Tensor:
+        return torch.cat([part.flatten(), torch.zeros(1)]).abs().amax()[None]
+
+    def pack(self, part: Tensor, largest: Tensor) -> Tensor:
+        self.agreed = float(largest)
+        return pad(part, (0, 0, 0, self.rows - len(part))).half().view(torch.uint8).flatten()
+
+    def unpack(self, received: Tensor, whole: Tensor) -> None:
+        whole.copy_(received.clone(memory_format=torch.contiguous_format).view(torch.float16).view(whole.shape))
+
+    def freed(self) -> None:
+        self.frees += 1
+
+
+def halved() -> tuple[Blocks, list[Halved]]:
+    """Weights at two places of two blocks; and one that two modules share, which has to travel as it is."""
+    module, lows = Blocks(), [Halved(), Halved(), Halved()]
+    module.layers[0][0].low_weights, module.layers[1][2].low_weights = {"weight": lows[0]}, {"weight": lows[1]}
+    module.layers[1].append(nn.Linear(7, 7))
+    module.layers[1].append(nn.Linear(7, 7))
+    module.layers[1][3].low_weights, module.layers[1][3].weight = {"weight": lows[2]}, module.layers[1][4].weight
+    return module, lows
+
+
+def low(context: ParallelContext, rank: int, world: int) -> dict[str, Any]:
+    """The first batch, and what the weights were told."""
+    strategy, (module, lows) = FullyShard(), halved()
+    strategy.apply(module, context)
+    result = first(module, rank, world)
+    sent = strategy.traffic.take()
+    told = [(each.rows, each.agreed, each.frees) for each in lows]
+    return {"first": result, "sent": sent, "told": told, "facts": strategy.describe()["low_weights"]}
+
+
 def recorded(context: ParallelContext, rank: int, world: int) -> list[dict[str, Any]]:
     """One step with two replicas, and with the waits that are recorded on CUDA alone."""
     strategy, module = FullyShard(replicas=2), Blocks()
@@ -122,6 +166,7 @@ def main(folder: Path, rank: int, world: int) -> None:
         saved["options"][name] = train(module, rank, world)
         saved["sent"][name] = strategy.traffic.take()
         saved["facts"][name] = dict(strategy.describe())
+    saved["low"] = low(context, rank, world)
     saved["recorded"] = recorded(context, rank, world)
     saved["refused"] = refused(context, 3)
     saved["refused pattern"], saved["refused backend"] = refused(context, 1, keep=("layer",)), refused(context, 1, comm="copy_engine")

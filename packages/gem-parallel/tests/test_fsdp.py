@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import torch
 from pydantic import ValidationError
-from ranks_fsdp import STEPS, Blocks, first, train
+from ranks_fsdp import STEPS, Blocks, first, halved, train
 from torch import nn
 
-from gem_core.spec import ParallelContext, RequestError, Topology, load_object
+from gem_core.spec import ParallelContext, PluginError, RequestError, Topology, load_object
+from gem_parallel.comm.lowered import Lowered
 from gem_parallel.dense.fsdp import FullyShard, blocks
 from gem_parallel.plugin import gem_parallel_strategies
 
@@ -129,6 +130,43 @@ def test_bytes_of_weights_and_gradients_equal_the_formula(ranks: list[dict[str, 
         assert sent["fp8 payload"]["dense: weights"] == STEPS * 3 * 129 * (2 * sum(blocks.values()) + rest)
         assert 2 * sent["bf16 sums"]["dense: gradients"] == sent["two ahead"]["dense: gradients"]
         assert 2 * sent["bf16 sums"]["dense: gradients between replicas"] == sent["two ahead"]["dense: gradients between replicas"]
+
+
+def test_weights_that_modules_read_low_travel_low(ranks: list[dict[str, Any]]) -> None:
+    """As if these two weights themselves were float16; a rank without rows, and a weight that modules share, which stays as it is."""
+    module, _ = halved()
+    weights = [module.layers[0][0].weight, module.layers[1][2].weight]
+    largest = [float(weight.detach().abs().max()) for weight in weights]
+    with torch.no_grad():
+        for weight in weights:
+            weight.copy_(weight.half())
+    loss, gradients = first(module, 0, 1)
+    for rank in ranks:
+        got, got_gradients = rank["low"]["first"]
+        assert torch.allclose(got, loss, rtol=1e-6)
+        for name, tensor in gradients.items():
+            assert torch.allclose(got_gradients[name], tensor, rtol=1e-5, atol=1e-6), name
+        assert [(rows, agreed) for rows, agreed, _ in rank["low"]["told"]] == [(3, largest[0]), (2, largest[1]), (0, 0.0)]
+        assert [frees > 0 for _, _, frees in rank["low"]["told"]] == [True, True, False]
+        assert rank["low"]["facts"] == [{"block": "layers.0", "weights": 1, "values": 63}, {"block": "layers.1", "weights": 1, "values": 63}]
+
+
+def test_bytes_of_weights_that_travel_low_equal_the_formula(ranks: list[dict[str, Any]]) -> None:
+    """Half of these two weights' bytes; and for each, twice, one float that ranks agree on, in a ring of parts of a byte."""
+    module, _ = halved()
+    blocks_of = [p for name, p in module.named_parameters() if name.startswith("layers.")]
+    rest = [p for name, p in module.named_parameters() if not name.startswith("layers.")]
+    padded = [sum(-(-p.shape[0] // WORLD) * p.shape[1:].numel() for p in part) for part in (blocks_of, rest)]
+    saved = 2 * (3 * 7 + 2 * 9)
+    sent = ranks[0]["low"]["sent"]
+    assert sent["dense: weights"] == (WORLD - 1) * (2 * (4 * padded[0] - saved) + 4 * padded[1])
+    assert sent["dense: scales of weights"] == 2 * 2 * 2 * (WORLD - 1)
+
+
+def test_torch_that_lays_a_unit_otherwise_is_refused() -> None:
+    lowered = Lowered([], 8, None, [], lambda largest: largest)
+    with pytest.raises(PluginError, match=r"has 9 values of torch.float32, where 8"):
+        lowered.pack(torch.ones(9))
 
 
 def test_collectives_and_waits_are_recorded(ranks: list[dict[str, Any]]) -> None:

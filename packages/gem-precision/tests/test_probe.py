@@ -12,12 +12,13 @@ from torch import nn
 from typer.testing import CliRunner
 
 from gem_core.ops.slot import KernelSlot, bind_kernels
-from gem_core.spec import RequestError
+from gem_core.spec import RequestError, RunInfo
 from gem_precision import backends, weights
 from gem_precision.backends import BACKENDS, Device, LinearBackend, LinearShape
 from gem_precision.cli import app
 from gem_precision.formats import fake_quantize, find_format, quantize
 from gem_precision.linear import rule_of
+from gem_precision.plugin import gem_run_started
 from gem_precision.presets import PRESETS
 from gem_precision.probe import times
 from gem_precision.probe.products import ProbedProducts
@@ -25,7 +26,6 @@ from gem_precision.probe.record import FILE, FORWARD, LEFT, RIGHT, Record, all_t
 from gem_precision.probe.times import time_sites
 from gem_precision.recipes.auto import Auto
 from gem_precision.recipes.probe import Probe
-from gem_precision.run import gem
 
 
 class Small(nn.Module):
@@ -268,15 +268,21 @@ def test_a_sweep_ranks_the_sites_of_a_run_and_auto_trains_on_it(tmp_path: Path) 
     assert all(site in done.output for site in ranked)
     assert "casts included" in done.output
     assert {row["backend"] for row in all_times(out)} >= {"high", "mxfp8_emulated"}
-    run = tmp_path / "auto"
-    words = [
-        "precision.recipe=auto",
-        f"precision.options.probe={out}",
-        "precision.options.order=time",
-        "precision.options.small=8",
-        "train.max_steps=1",
-    ]
-    gem("train", "-c", "toy", "--out", str(run), *(word for pair in words for word in ("--set", pair)))
-    assert read_probe(run) == read_probe(out), "kept for the next run"
-    reasons = [d["reason"] for d in json.loads((run / "manifest.json").read_text())["precision"]]
-    assert any("fastest" in reason for reason in reasons)
+
+
+def test_a_run_by_a_probe_keeps_it_for_the_next(measured: Path, tmp_path: Path) -> None:
+    """Once more with the kept one, as a resumed run does; other recipes keep nothing."""
+
+    def start(recipe: str, options: dict[str, str], rank: int = 0) -> Path:
+        folder = tmp_path / f"{recipe}{rank}"
+        folder.mkdir(exist_ok=True)
+        config = {"precision": {"recipe": recipe, "options": options}}
+        gem_run_started(run=RunInfo(folder=folder, seed=1, config=config, kernels={}, rank=rank, world=2))
+        return folder
+
+    run = start("auto", {"probe": str(measured)})
+    assert read_probe(run) == read_probe(measured)
+    assert start("auto", {"probe": str(run)}) == run
+    assert read_probe(run) == read_probe(measured)
+    assert not (start("auto", {"probe": str(measured)}, rank=1) / FILE).exists()
+    assert not (start("mxfp8", {}) / FILE).exists()
