@@ -9,7 +9,7 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from gem_precision.kernels.norm import norm_both, norm_grad
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ROW, SQUARE = find_format("fp8_e4m3_1x128"), find_format("fp8_e4m3_128x128")
-pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")  # numpy's, which the interpreter computes with
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # numpy's, which the interpreter computes with
 
 
 def holds(both, wanted):
@@ -135,6 +135,15 @@ def test_activations_are_as_close_as_they_say(name, value, slope):
         out = torch.empty(1024, device=DEVICE)
         activate_kernel[(1,)](leaf.detach().float().to(DEVICE), out, name, derivative)
         assert (out.cpu().double() - exact.detach()).abs().max() <= error
+
+
+@pytest.mark.parametrize("name", ["gelu", "gelu_tanh", "silu", "relu"])
+def test_activations_of_huge_values_are_numbers(name):
+    x = torch.full((128, 128), -(2.0**100), device=DEVICE)
+    x[:, ::2] = 2.0**100
+    wanted = torch.where(x > 0, x, 0)
+    assert torch.equal(activation_both(x, name).along.dequantize(), wanted)
+    assert torch.equal(activation_both(x, name, torch.ones_like(x)).along.dequantize(), wanted.sign())
 
 
 def test_activations_of_strided_matrices_of_nothing_and_of_what_does_not_fit():

@@ -14,7 +14,7 @@ from gem_precision.kernels.gdpa import gdpa_forward
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SUMS = 2**-9 if DEVICE == "cuda" else 1e-6  # a tensor core keeps about 14 bits of the largest term while it sums 128 of them
-pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")  # numpy's, which the interpreter computes with
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # numpy's, which the interpreter computes with
 
 
 def offsets(*lengths):

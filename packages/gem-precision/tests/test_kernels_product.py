@@ -9,6 +9,7 @@ pytest.importorskip("triton")
 
 from gem_precision.kernels import product as module
 from gem_precision.kernels.cast import cast_both, cast_weight
+from gem_precision.kernels.mx import mx_both
 from gem_precision.kernels.product import choose, library_reasons, product, shares
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -78,6 +79,8 @@ def test_operands_that_do_not_fit_are_refused():
         product(square, square)
     with pytest.raises(RequestError, match="no multiple of 512"):
         product(rows, cast_weight(torch.ones(128, 256, device=DEVICE)).along, way="library")
+    with pytest.raises(RequestError, match=r"scales are \[128, 8\] where fp8_block has \[128, 2\]"):
+        product(mx_both(torch.ones(128, 256, device=DEVICE)).along, rows)
     with pytest.raises(RequestError, match="128 is no multiple of 256"):
         product(rows, cast_weight(torch.ones(128, 256, device=DEVICE)).along, way="wide")
 

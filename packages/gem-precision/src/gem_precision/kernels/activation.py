@@ -32,7 +32,7 @@ def _tanh(x):
 @triton.jit
 def _apply(x, A: tl.constexpr, B: tl.constexpr, SLOPE: tl.constexpr):
     """x s(x), or with ``SLOPE`` its derivative."""
-    square = x * x
+    square = tl.minimum(x * x, 1e6)  # tanh is 1 long before, and infinity times 0 would be no number
     s = 0.5 + 0.5 * _tanh(x * (square * B + A))
     return s + x * s * (1.0 - s) * 2.0 * (square * (3.0 * B) + A) if SLOPE else x * s
 

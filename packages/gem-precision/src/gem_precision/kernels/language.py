@@ -16,6 +16,8 @@ import os
 import triton
 import triton.language as tl
 
+MULTIPROCESSORS = 132
+"""Of an H100 or H200. Fewer programs than this leave some idle."""
 BLOCK = tl.constexpr(128)
 QUARTER = tl.constexpr(32)
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gem_core.spec import RequestError
 from gem_precision.kernels.cast import MAXNREG, SIDE, Both, load_quarter, require_matrix
-from gem_precision.kernels.language import BLOCK, QUARTER, store_both
+from gem_precision.kernels.language import BLOCK, MULTIPROCESSORS, QUARTER, store_both
 
 Norm = Literal["rms", "layer"]
 CHUNK = 16
@@ -158,7 +158,7 @@ def norm_grad(x: Tensor, dy: Tensor, gamma: Tensor, means: Tensor, inverses: Ten
     width = triton.next_power_of_2(columns)
     held = max(1, CHUNK * 512 // width)
     chunks = -(-rows // held)
-    programs = min(chunks, 4 * 132)
+    programs = min(chunks, 4 * MULTIPROCESSORS)
     dx = torch.empty(rows, columns, dtype=x.dtype, device=x.device)
     sums = torch.empty(programs, 2, columns, device=x.device)
     if programs:

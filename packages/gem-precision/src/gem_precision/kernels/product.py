@@ -1,9 +1,9 @@
 """Products of ``fp8_block`` operands on FP8 tensor cores of Hopper: ``left right^T``.
 
-Two ways with one meaning. The *library* is ``torch._scaled_mm``. Our *own* kernel takes what the library does not: shapes whose scales it would take
-for other kinds, and products with few tiles and a long contraction, such as the weight gradient of a narrow layer, which it splits along the
-contraction so that every multiprocessor works. Both promote partial sums to float32 every 128 elements, because the tensor cores of Hopper keep about
-14 bits while they sum FP8 (arXiv 2412.19437).
+Ways with one meaning. The *library* is ``torch._scaled_mm``. Our *own* kernel, in tiles of two widths, takes what the library does not: shapes whose
+scales it would take for other kinds, and products with few tiles and a long contraction, such as the weight gradient of a narrow layer, which it
+splits along the contraction so that every multiprocessor works. Both promote partial sums to float32 every 128 elements, because the tensor cores of
+Hopper keep about 14 bits while they sum FP8 (arXiv 2412.19437).
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -18,12 +18,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from gem_core.spec import RequestError
 from gem_precision.kernels.cast import SIDE, Operand
-from gem_precision.kernels.language import BLOCK
+from gem_precision.kernels.language import BLOCK, MULTIPROCESSORS
 
 Way = Literal["library", "own", "wide"]
 WARPS = 8
-MULTIPROCESSORS = 132
-"""Of an H100 or H200. Fewer tiles than this leave some idle."""
 
 
 @triton.jit
@@ -92,6 +90,10 @@ def product(left: Operand, right: Operand, dtype: torch.dtype = torch.bfloat16, 
     if left.square or right.elements.shape[1] != k:
         so = "the left one has 128 x 128 blocks" if left.square else "their last axes differ"
         raise RequestError(asked, so, "Give [m, k] in 1 x 128 blocks and [n, k].")
+    for operand in (left, right):
+        wanted = (operand.elements.shape[0] // (SIDE if operand.square else 1), k // SIDE)
+        if operand.scales.shape != wanted:
+            raise RequestError(asked, f"scales are {list(operand.scales.shape)} where fp8_block has {list(wanted)}", "Cast both with this package.")
     reasons = library_reasons(m, n, k, right.square) if way == "library" else [f"{n} is no multiple of 256"] if way == "wide" and n % 256 else []
     if reasons:
         raise RequestError(f"{asked} by way {way!r}", "; ".join(reasons), 'Leave the way out, or give way="own".')
