@@ -43,7 +43,7 @@ class HeldWeight:
 
     def get(self, weight: Tensor, name: Any, make: Callable[[Tensor], T]) -> T:
         """``make(weight)``, called once for each value of the weight; ``name`` says which of several things that are made of it."""
-        if weight.is_inference():  # such tensors have no version
+        if torch.compiler.is_compiling() or weight.is_inference():  # neither has a version
             return make(weight)
         now = (weight.data_ptr(), weight._version, weight.shape, weight.stride())
         if now != self._of:
