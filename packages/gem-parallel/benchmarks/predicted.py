@@ -5,7 +5,7 @@ usage: python3 packages/gem-parallel/benchmarks/predicted.py [--ranks 2 4] [--wr
 Each run calibrates the machine (``gem_parallel.scale.calibrate``: copies, collectives, what ``fully_shard`` adds to each), and the speed of the dense
 part when all ranks compute and nothing is sent. From these, steps (forward and backward) of several layouts are predicted. Calibration and steps take
 turns, and the quickest turn of each counts.
-``--write`` makes results/predicted.csv anew.
+``--write`` makes results/predicted.csv anew, with the load of the machine: beside other work these figures are noise.
 """
 
 import argparse
@@ -123,7 +123,11 @@ def main() -> None:
     print("  ".join(head))
     lines = [line for world in chosen.ranks for line in run(world)]
     if chosen.write:
-        facts = (date.today().isoformat(), f"{platform.machine()}, 2 cores", f"torch {torch.__version__}")
+        facts = (
+            date.today().isoformat(),
+            f"{platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[1]:.0f}",
+            f"torch {torch.__version__}",
+        )
         with RESULTS.open("w", newline="", encoding="utf-8") as file:
             csv.writer(file).writerows([(*head, "date", "machine", "versions"), *((*line, *facts) for line in lines)])
 

@@ -349,9 +349,8 @@ def test_calibrated_figures_by_hand() -> None:
 
 
 def test_a_measured_machine_is_what_gem_plan_reads(tmp_path: Path) -> None:
-    """Its description gives the very topology that the cost model is given."""
-    from gem_core.topology.describe import described
-
+    """Its description gives the very topology that the cost model is given; core's reader is reached as a user reaches it, by its name."""
+    described = load_object("gem_core.topology.describe:described")
     machine = Measured(world=4, flops=1e11, memory=2e10, host=1e-4, latency=1e-5, bandwidth=1e9, scatter=1.5)
     file = tmp_path / "machine.toml"
     file.write_text(machine.toml())
