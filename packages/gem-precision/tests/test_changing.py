@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from gem_core.ops.slot import KernelSlot, bind_kernels
-from gem_core.spec import LOW_WEIGHTS, ChangingPrecision, PairedSums, PrecisionNews, RequestError
+from gem_core.spec import LOW_WEIGHTS, TOKEN_LINEAR, ChangingPrecision, PairedSums, PrecisionNews, RequestError
 from gem_precision import telemetry
 from gem_precision.formats import fake_quantize, find_format
 from gem_precision.guard.records import FILE, read_lines
@@ -105,6 +105,31 @@ def test_high_is_the_model_without_the_recipe_and_low_with_it() -> None:
             assert torch.equal(model(x), plain(x))
         assert torch.equal(model(x), unguarded(x))  # low again
     assert not torch.equal(model(x), plain(x))
+
+
+class Each(nn.Module):
+    """A linear map of its own for each of two tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        setattr(type(self), TOKEN_LINEAR, True)
+        self.weight, self.bias = nn.Parameter(torch.randn(2, 32, 64)), nn.Parameter(torch.randn(2, 64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.einsum("bti,tio->bto", x, self.weight) + self.bias
+
+
+def test_a_map_for_each_token_can_be_high_too() -> None:
+    model, x = nn.Sequential(Each()), torch.randn(5, 2, 32)
+    recipe = LowPrecision("mxfp8", small=0, guard=GuardOptions(every=1))
+    recipe.prepare(model, "cpu")
+    assert list(states(recipe)) == ["0"]
+    exact = Each.forward(model[0], x)
+    with torch.no_grad(), recipe.high():
+        assert torch.equal(model(x), exact)
+    signal, noise = recipe.sums()
+    assert 1e-4 < noise / signal < 1e-2
+    assert not torch.equal(model(x), exact)
 
 
 def test_high_measures_what_each_site_alone_would_add() -> None:
