@@ -28,7 +28,7 @@ def bench(monkeypatch):
     for name in ("CHECKED", "TIMED", "FUSED"):
         monkeypatch.setattr(module, name, ((130, 128, 256),))
     monkeypatch.setattr(module, "ATTENDED", ((2, 40),))
-    monkeypatch.setattr(module, "medians", lambda ways: {name: float(way() is not None) + 2 for name, way in ways.items()})
+    monkeypatch.setattr(module, "medians", lambda ways: {name: 2.0 for name in module.working(ways)})
     return module
 
 
@@ -40,6 +40,11 @@ def test_every_check_and_every_timing_runs(bench, capsys):
     assert not [record for record in timings if "failed" in record["what"]]
     assert len(timings) == 7 + 7 + 2 + 4 + 2
     assert {record["of_a_copy"] for record in timings if record["what"] == "cast"} == {1.0}
+
+
+def test_a_way_that_fails_is_printed_and_costs_the_others_nothing(bench, capsys):
+    assert list(bench.working({"good": lambda: 1, "bad": lambda: 1 / 0, "last": lambda: 2})) == ["good", "last"]
+    assert "FAILED bad: ZeroDivisionError" in capsys.readouterr().out
 
 
 def test_a_wrong_kernel_is_printed_and_ends_with_exit_code_1(bench, monkeypatch, capsys, tmp_path):
