@@ -7,12 +7,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
-from gem_core.spec import RequestError
+from gem_core.spec import LOW_WEIGHTS, RequestError
 from gem_precision.formats import E2M1, E4M3, E5M2, FORMATS, Format, code_points, find_format, quantize
 from gem_precision.formats.packed import element_bytes, pack_elements, pack_scales, scale_bytes, unpack_elements, unpack_scales
 from gem_precision.hadamard import turned
+from gem_precision.linear import emulated_linear, lower
+from gem_precision.presets import PRESETS
 from gem_precision.weights import HeldWeight
 
 HALF = replace(find_format("mxfp8_e4m3"), name="half", block=(3, 5))
@@ -84,6 +86,26 @@ def test_the_transform_turns_parts_as_the_whole(out: int, ranks: int) -> None:
     for got in travel(weight, find_format("mxfp8_e4m3"), ranks, hadamard=1)[0]:
         assert torch.allclose(got[0], want[0])
         assert torch.allclose(got[1], want[1])
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.sampled_from([name for name, form in FORMATS.items() if form.scale != "float"]), st.integers(1, 140), st.integers(1, 140), st.integers(0, 99)
+)
+def test_numbers_that_are_rounded_stay_as_they_are(name: str, out: int, columns: int, seed: int) -> None:
+    """With scales that are powers of two: so a backend may cast a weight that has travelled."""
+    weight = torch.randn(out, columns, generator=torch.Generator().manual_seed(seed)) * torch.logspace(-6, 6, columns)
+    once = quantize(weight, FORMATS[name]).dequantize()
+    assert same(quantize(once, FORMATS[name]).dequantize(), once)
+
+
+@pytest.mark.parametrize(
+    ("name", "by", "travels"), [("fp8_block", None, True), ("mxfp8", None, True), ("fp8_block", "other", True), ("mxfp8", "other", False)]
+)
+def test_a_weight_travels_low_if_that_is_what_its_backend_reads(name: str, by: str | None, travels: bool) -> None:
+    layer = nn.Linear(8, 8)
+    lower(layer, PRESETS[name].rule(), None if by is None else lambda *operands: emulated_linear(*operands))
+    assert hasattr(layer, LOW_WEIGHTS) == travels
 
 
 def test_a_transform_over_two_parts_is_refused() -> None:

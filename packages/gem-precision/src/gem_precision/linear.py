@@ -143,7 +143,11 @@ def rule_of(module: nn.Module) -> LinearRule | None:
 
 
 def lower(module: nn.Module, rule: LinearRule, multiply: Callable[..., Tensor] | None = None) -> None:
-    """Change a layer in place so that it computes under ``rule``, by a backend or the emulation. Touches no tensor."""
+    """Change a layer in place so that it computes under ``rule``, by a backend or the emulation. Touches no tensor.
+
+    Its weight may travel between ranks in its format where that is what the backend reads: another than the emulation casts what it finds, which
+    leaves rounded numbers as they are, but has no place for the numbers of the input gradient if those are others.
+    """
     vars(module)["forward"] = forward = LowForward(module, rule, multiply)
-    if isinstance(module, nn.Linear):
+    if isinstance(module, nn.Linear) and (forward.multiply is emulated_linear or forward.held.one_for_both):
         vars(module)[LOW_WEIGHTS] = {"weight": forward.held}

@@ -70,7 +70,7 @@ class HeldWeight:
         """The weight in its format along its inputs, as the forward product reads it, or transposed ``[in, out]`` along its outputs, as the input
         gradient does. A format with square blocks is computed once for both, if no transform turns them along different axes.
         """
-        if transposed and self._one_for_both:
+        if transposed and self.one_for_both:
             return self.rounded(weight, transposed=False).transposed()
         return self.get(weight, transposed, lambda w: quantize(turned(w.mT if transposed else w, self._hadamard), self._form))
 
@@ -81,7 +81,7 @@ class HeldWeight:
         self._read = True
         if not transposed:
             return weight
-        if self._one_for_both:
+        if self.one_for_both:
             return weight.T.contiguous()
         assert self._across is not None
         if self._across.is_cuda:  # it came on the stream of the gather
@@ -94,7 +94,8 @@ class HeldWeight:
         return bool(self._sides)
 
     @property
-    def _one_for_both(self) -> bool:
+    def one_for_both(self) -> bool:
+        """Whether the forward product and the input gradient read the same rounded numbers."""
         return self._hadamard is None and self._form.symmetric
 
     # ---- gem_core.spec.LowWeight
@@ -103,7 +104,7 @@ class HeldWeight:
         assert self._shape is not None
         out, columns = self._shape
         kept = Parts(form=self._form, across=False, hadamard=self._hadamard, out=out, columns=columns, rows=rows, rank=rank, ranks=ranks)
-        self._sides = [kept] if self._one_for_both else [kept, replace(kept, across=True)]
+        self._sides = [kept] if self.one_for_both else [kept, replace(kept, across=True)]
         for side in self._sides:
             side.check()
 
@@ -123,7 +124,7 @@ class HeldWeight:
         self.drop()  # torch fills a gathered weight again without raising its version
         first = self._sides[0].bytes
         whole.copy_(self._sides[0].unpack(received[:, :first]))
-        self._across, self._read = None if self._one_for_both else received[:, first:].clone(), False
+        self._across, self._read = None if self.one_for_both else received[:, first:].clone(), False
 
     def freed(self) -> None:
         if self._read:
