@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 from pydantic import ValidationError
-from ranks_fsdp import STEPS, Blocks, first, halved, train
-from torch import nn
+from ranks_fsdp import STEPS, Blocks, Halved, first, halved, train
+from torch import Tensor, nn
 
 from gem_core.spec import ParallelContext, PluginError, RequestError, Topology, load_object
-from gem_parallel.comm.lowered import Lowered
+from gem_parallel.comm.lowered import Lowered, LowPart
 from gem_parallel.dense.fsdp import FullyShard, blocks
 from gem_parallel.plugin import gem_parallel_strategies
 
@@ -163,10 +163,25 @@ def test_bytes_of_weights_that_travel_low_equal_the_formula(ranks: list[dict[str
     assert sent["dense: scales of weights"] == 2 * 2 * 2 * (WORLD - 1)
 
 
-def test_torch_that_lays_a_unit_otherwise_is_refused() -> None:
-    lowered = Lowered([], 8, None, [], lambda largest: largest)
+def test_torch_that_lays_a_unit_otherwise_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another size, or a weight at another place; NaNs are compared as well."""
+    module, low = nn.Linear(2, 2), Halved()
+    low.split(2, 0, 2)
+    with torch.no_grad():
+        module.weight.copy_(torch.tensor([[1.0, torch.nan], [3.0, 4.0]]))
+    monkeypatch.setattr("gem_parallel.comm.lowered._local", lambda low: low.parameter.detach())
+    part = LowPart(module=module, name="weight", low=low, begin=3, rows=2, columns=2)
+
+    def pack(own: Tensor) -> Tensor:
+        return Lowered([part], 8, None, [], lambda largest: largest).pack(own)
+
     with pytest.raises(PluginError, match=r"has 9 values of torch.float32, where 8"):
-        lowered.pack(torch.ones(9))
+        pack(torch.ones(9))
+    own = torch.arange(8.0)
+    own[3:7] = module.weight.detach().flatten()
+    assert pack(own).nbytes == 2 * 4 + 4 * 4
+    with pytest.raises(PluginError, match="lies in another place"):
+        pack(own.roll(1))
 
 
 def test_collectives_and_waits_are_recorded(ranks: list[dict[str, Any]]) -> None:

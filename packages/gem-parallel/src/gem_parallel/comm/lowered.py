@@ -103,11 +103,16 @@ class Lowered:
         so = None
         if own.numel() != self._size or own.dtype != torch.float32:
             so = f"a unit's part has {own.numel()} values of {own.dtype}, where {self._size} of torch.float32 are expected"
-        elif not all(torch.equal(own[low.begin :][: part.numel()], part.flatten()) for low, part in zip(self._lows, parts, strict=True)):
+        elif not all(_same_bits(own[low.begin :][: part.numel()], part.flatten()) for low, part in zip(self._lows, parts, strict=True)):
             so = "a weight lies in another place of the unit's part than is expected"
         if so is not None:
             raise PluginError("low-precision weights under fully_shard", so, "Use a torch that docs/compatibility.md lists, or keep all layers high.")
         self._checked = True
+
+
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    """Also where there are NaNs."""
+    return torch.equal(a.view(torch.int32), b.view(torch.int32))
 
 
 def _local(low: LowPart) -> Tensor:
