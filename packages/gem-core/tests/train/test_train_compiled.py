@@ -114,6 +114,13 @@ def test_a_block_that_meets_too_many_kinds_of_input_ends_the_run() -> None:
             model(BATCH, x, "eeeee")
 
 
+def test_a_run_whose_blocks_meet_the_limit_fails_and_says_so_in_its_log(tmp_path: Path) -> None:
+    """The second batch has another number of events than the first."""
+    with pytest.raises(RunFailed, match="compiled for 1 kinds of input"):
+        train(small(tmp_path / "run", "compile.blocks=default", "compile.recompiles=1"))
+    assert [record["step"] for record in read_log(tmp_path / "run") if record["event"] in ("first_step", "failed")] == [1, 1]
+
+
 def test_planted_fault_without_the_limit_torch_goes_on_and_says_nothing() -> None:
     model, x = Model(), torch.ones(3, 2, requires_grad=True)
     silent = torch._dynamo.config.patch(fail_on_recompile_limit_hit=False)

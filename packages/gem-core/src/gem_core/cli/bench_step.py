@@ -3,8 +3,7 @@
 import gc
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -79,13 +78,13 @@ def _row(placed: "Placed", *, steps: int, warmup: int) -> tuple[dict[str, Any], 
     if placed.reasons:
         return {**about, "note": f"cannot be here: {'; '.join(placed.reasons)}"}, False
     try:
-        with _progress(placed.rung.name, steps + warmup) as told:
-            run = compose(placed.loaded)
-            try:
-                return {**about, **measure_steps(run, steps=steps, warmup=warmup, told=told).row(), "note": placed.note}, False
-            finally:
-                run.close()
-                del run
+        told = _progress(placed.rung.name, steps + warmup)
+        run = compose(placed.loaded)
+        try:
+            return {**about, **measure_steps(run, steps=steps, warmup=warmup, told=told).row(), "note": placed.note}, False
+        finally:
+            run.close()
+            del run
     except torch.OutOfMemoryError as error:
         return {**about, "note": f"does not fit into memory: {str(error).splitlines()[0]}"}, False
     except GemError as error:
@@ -96,17 +95,16 @@ def _row(placed: "Placed", *, steps: int, warmup: int) -> tuple[dict[str, Any], 
             torch.cuda.empty_cache()
 
 
-@contextmanager
-def _progress(rung: str, steps: int) -> Iterator[Callable[[int], None]]:
-    """A line on standard error: rewritten on a terminal, else one at the start."""
+def _progress(rung: str, steps: int) -> Callable[[int], None]:
+    """What is told of the steps on standard error: a line that is rewritten on a terminal, else one at the start."""
     live = sys.stderr.isatty()
+    print(f"{rung}: composing", end="" if live else "\n", file=sys.stderr, flush=True)
 
     def told(done: int) -> None:
         if live:
             print(f"\r{rung}: step {done} of {steps}", end="\r" if done == steps else "", file=sys.stderr, flush=True)
 
-    print(f"{rung}: composing", end="" if live else "\n", file=sys.stderr, flush=True)
-    yield told
+    return told
 
 
 def _cell(value: Any) -> str:

@@ -119,7 +119,7 @@ class CompileSection(Section):
     dynamic: Literal["auto", "always"] = Field(
         default="auto", description="auto compiles for the first batch's sizes, then for any; always for any from the start"
     )
-    recompiles: Positive = Field(default=4, description="compilations of a block, after which the next one ends the run")
+    recompiles: Positive = Field(default=8, description="compilations of a block, after which the next one ends the run")
 
 
 class OptimSection(Section):

@@ -1,10 +1,9 @@
 """The repeated blocks of a model, each compiled in place, and what that took.
 
-A block is an entry of the model's list ``layers``. It is compiled as it stands (``Module.compile``), so names of
-parameters do not change, and checkpoints go from compiled runs to others. Batches differ in their number of events: torch compiles for the first
-one's sizes, then again for any size (``dynamic = "auto"``). The longest row is a plain number to kernels, for each of which torch would compile anew:
-the schema's stands in its place. More compilations of a block than ``compile.recompiles`` end the run, where torch would go on without compiling and
-say nothing.
+A block is an entry of the model's list ``layers``. It is compiled as it stands (``Module.compile``), so names of parameters do not change, and
+checkpoints go from compiled runs to others. Batches differ in their number of events: torch compiles for the first one's sizes, then again for any
+size (``dynamic = "auto"``). The longest row is a plain number to kernels, for each of which torch would compile anew: the schema's stands in its
+place. More compilations of a block than ``compile.recompiles`` end the run, where torch would go on without compiling and say nothing.
 """
 
 import time
@@ -81,11 +80,7 @@ def compiled_blocks(model: nn.Module, options: CompileSection, schema: DataSchem
 
     found, compiled = blocks(model), Compiled()
     for block in found:
-        block.compile(
-            backend=BACKEND,
-            mode=None if options.blocks == "default" or BACKEND != "inductor" else options.blocks,
-            dynamic=True if options.dynamic == "always" else None,
-        )
+        block.compile(backend=BACKEND, mode=options.blocks, dynamic=True if options.dynamic == "always" else None)
     limit = options.recompiles * len(found)  # torch counts by function, which blocks of one kind share
     patch: Any = config.patch
     hook = model.register_forward_pre_hook(lambda module, inputs: (bounded(inputs[0], schema), *inputs[1:]))

@@ -179,7 +179,8 @@ def evaluate_now(run: Run) -> Evaluation:
     """Evaluate the test split with the averaged weights, where there are any, and log it. Collective."""
     weights = nullcontext if run.average is None else run.average.in_place
     size = run.config.data.eval_batch_size
-    done = evaluate(run.dense, run.embeddings, run.precision, run.source, run.world, batch_size=size, weights=weights, prepare=run.ids.look_up)
+    with limit_named(run.config.compile.recompiles):
+        done = evaluate(run.dense, run.embeddings, run.precision, run.source, run.world, batch_size=size, weights=weights, prepare=run.ids.look_up)
     ids = run.ids.read("test")
     if run.training:
         run.progress.eval_seconds += done.seconds
