@@ -147,7 +147,13 @@ def test_what_no_gpu_has_run_is_taken_on_one_only_where_it_is_asked_for(op, dtyp
 def test_the_rest_of_pffn_waits_for_nothing(monkeypatch):
     monkeypatch.delenv(limits.UNMEASURED, raising=False)
     for dtype, word in (("bf16", "act_gelu"), ("fp16", "act_gelu_fast")):
-        assert limits.check_pffn(KernelRequest(op="pffn", device="cuda", dtype=dtype, features=frozenset({word}))) == []
+        assert limits.check_pffn(KernelRequest(op="pffn", device="cuda", dtype=dtype, head_dim=256, features=frozenset({word}))) == []
+
+
+def test_halves_of_queries_leave_room_for_heads_half_as_wide():
+    for width, reasons in ((128, []), (129, ["head size 129 is above 128"])):
+        request = KernelRequest(op="pffn", device="cuda", dtype="bf16", head_dim=width, features=frozenset({"act_gelu_fast"}))
+        assert limits.check_pffn(request) == reasons
 
 
 @pytest.mark.parametrize(("dtype", "block", "most"), [(torch.float16, 129, 128), (torch.float32, 65, 64)])

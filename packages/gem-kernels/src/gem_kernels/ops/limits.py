@@ -70,8 +70,9 @@ def check_flex(request: KernelRequest) -> list[str]:
 
 def check_pffn(request: KernelRequest) -> list[str]:
     """As ``check_attention``; no GPU has run bf16 with ``gelu_fast`` yet, whose queries are kept in halves (``pffn.launch``)."""
-    halves = request.dtype == "bf16" and "act_gelu_fast" in request.features
-    return check_attention(request) + (_unmeasured(request) if halves else [])
+    if request.dtype == "bf16" and "act_gelu_fast" in request.features:
+        return _check_width(request, MAX_WIDTH // 2) + _unmeasured(request)
+    return check_attention(request)
 
 
 def check_block_attention(request: KernelRequest) -> list[str]:

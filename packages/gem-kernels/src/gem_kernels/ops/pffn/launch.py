@@ -18,7 +18,7 @@ JUMPING = "gelu_fast"
 """Its slope jumps by 0.17 at both ends of the polynomial."""
 HALVED = (torch.bfloat16,)
 """Dtypes so coarse that rounding the normed queries carries some scores across such a jump, and gradients out of the bound of the conformance suite:
-there the queries are the sum of two tensors of the dtype, side by side, and the keys are seen twice."""
+there the queries are the sum of two tensors of the dtype, side by side, and the keys are seen twice. torch's counter of FLOPs counts both."""
 
 
 def pffn(
