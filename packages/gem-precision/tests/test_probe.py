@@ -258,7 +258,7 @@ def test_a_probe_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
         Auto(probe=tmp_path)
 
 
-def test_a_sweep_ranks_the_sites_of_a_run_and_auto_trains_on_it(tmp_path: Path) -> None:
+def test_a_sweep_ranks_and_times_the_sites_of_a_run(tmp_path: Path) -> None:
     out = tmp_path / "probe"
     done = CliRunner().invoke(app, ["sweep", "-c", "toy", "--steps", "2", "--out", str(out)])
     assert done.exit_code == 0, done.output
