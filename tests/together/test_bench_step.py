@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from gem_core.bench.ladder import RUNGS, climb
 from gem_core.config.load import load_config, recipes
@@ -83,3 +84,22 @@ def test_a_small_version_of_a_recipe_is_measured(gem: Gem, name: str, wanted: tu
     if len(rows) > 1:
         assert rows[2]["ne"] == rows[3]["ne"]  # the same batches, read ahead or not
         assert float(rows[0]["ne"]) == pytest.approx(float(rows[1]["ne"]), rel=1e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", ["gem-h200-512", "hstu-h200"])
+def test_every_rung_of_a_small_version_runs_on_a_gpu(gem: Gem, name: str, tmp_path: Path) -> None:
+    """Heads stay 128 wide, so that kernels are those of the full size."""
+    family = name.partition("-")[0]
+    width = "model.options.sequence" if family == "gem" else "model.options"
+    wide = ("model.options.dim=128", f"{width}.dim=128", f"{width}.heads=1", "data.batch_size=64", "data.options.rows=4096")
+    sets = [word for override in (*SMALL[family], *DATA, *wide) for word in ("--set", override)]
+    gem("bench", "step", "--recipe", name, *sets, "--steps", "4", "--warmup", "2", "--csv", "rows.csv")
+    with (tmp_path / "rows.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["rung"] for row in rows] == [rung.name for rung in RUNGS]
+    assert {row["rung"]: row["note"] for row in rows[:-1] if row["note"]} == {}
+    assert all(float(row["peak_gib"]) > 0 for row in rows[:-1])
+    losses = [float(row["ne"]) for row in rows[:5]]
+    assert losses == pytest.approx([losses[0]] * 5, rel=0.02)  # the same batches in 16 bits, by other kernels

@@ -30,6 +30,16 @@ def test_baselines_conform_in_compute_dtypes(op: str, backend: str, dtype: str) 
         check(trial, plan.op)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("backend", ["padded", "bucketed"])
+@pytest.mark.parametrize("op", NAMES)
+def test_baselines_conform_on_a_gpu(op: str, backend: str) -> None:
+    plan = make_plan(op, backend=backend, device="cuda", dtypes=["bf16"])
+    for trial in plan.trials[::4]:
+        check(trial, plan.op)
+
+
 @pytest.mark.parametrize("backend", ["padded", "bucketed"])
 @pytest.mark.parametrize("op", sorted(ROLES))
 def test_parts_that_are_computed_again_conform(op: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
