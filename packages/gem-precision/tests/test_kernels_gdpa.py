@@ -33,7 +33,7 @@ def exact_inputs(block_numbers, queries, keys, heads=2):
 
 @pytest.mark.parametrize(
     ("q_lengths", "k_lengths"),
-    [((130, 5), (7, 300)), ((1, 0, 3), (0, 4, 129)), ((128,), (128,)), ((100, 28), (100, 28))],
+    [((5, 130), (300, 7)), ((1, 0, 3), (0, 4, 129)), ((128,), (128,)), ((100, 28, 3), (100, 28, 150))],
     ids=["odd", "empty", "one tile", "two rows in a tile"],
 )
 def test_case_G11_weights_and_sums_are_those_of_the_reference(block_numbers, q_lengths, k_lengths):
