@@ -98,7 +98,7 @@ def run(world: int) -> list[tuple[str, ...]]:
         ran = json.loads((Path(folder) / "out.json").read_text())
     machine = measured(ran, world)
     facts = f"copies {machine.memory / 1e9:.1f} GB/s, host {1e6 * machine.host:.0f} us and network {1e6 * ran['small']:.0f} us a collective, "
-    facts += f"{machine.bandwidth / 1e9:.2f} GB/s, a scatter {machine.scatter:.1f} x a gather"
+    facts += f"{machine.bandwidth / 1e9:.2f} GB/s, a scatter {machine.scatter:.1f} x and an all-reduce {machine.reduce:.1f} x a gather"
     lines: list[tuple[str, ...]] = [(str(world), "calibrated", "", "", "", facts)]
     print("  ".join(lines[0]), flush=True)
     for name, strategies in LAYOUTS.items():

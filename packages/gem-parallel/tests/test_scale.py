@@ -340,10 +340,20 @@ def test_a_runs_exit_code_is_that_of_its_first_rank(tmp_path: Path, monkeypatch:
 
 
 def test_calibrated_figures_by_hand() -> None:
-    best = {"product": 1e-3, "copy": 2e-3, "small": 1e-4, "large": 4.1e-3, "scatter": 8.1e-3, "plain": 1e-3, "sharded": 1e-3 + COLLECTIVES * 5e-4}
+    best = {
+        "product": 1e-3,
+        "copy": 2e-3,
+        "small": 1e-4,
+        "large": 4.1e-3,
+        "scatter": 8.1e-3,
+        "reduce": 12.1e-3,
+        "plain": 1e-3,
+        "sharded": 1e-3 + COLLECTIVES * 5e-4,
+    }
     found = measured(best, 4)
     assert (found.flops, found.memory) == pytest.approx((2 * SIZE**3 / 1e-3, 2 * COPIED * COPIES / 2e-3))
-    assert (found.latency, found.bandwidth, found.scatter, found.host) == pytest.approx((5e-5, 3 * LARGE / 4e-3, 2.0, 4e-4))
+    assert (found.latency, found.bandwidth, found.host) == pytest.approx((5e-5, 3 * LARGE / 4e-3, 4e-4))
+    assert (found.scatter, found.reduce) == pytest.approx((2.0, 3.0))
     alone = measured({"product": 1e-3, "copy": 2e-3}, 1)
     assert (alone.world, alone.host, alone.topology().tiers[0].size) == (1, 0.0, 1)
 
@@ -351,7 +361,7 @@ def test_calibrated_figures_by_hand() -> None:
 def test_a_measured_machine_is_what_gem_plan_reads(tmp_path: Path) -> None:
     """Its description gives the very topology that the cost model is given; core's reader is reached as a user reaches it, by its name."""
     described = load_object("gem_core.topology.describe:described")
-    machine = Measured(world=4, flops=1e11, memory=2e10, host=1e-4, latency=1e-5, bandwidth=1e9, scatter=1.5)
+    machine = Measured(world=4, flops=1e11, memory=2e10, host=1e-4, latency=1e-5, bandwidth=1e9, scatter=1.5, reduce=1.2)
     file = tmp_path / "machine.toml"
     file.write_text(machine.toml())
     read, own = described(str(file), 4), machine.topology()

@@ -37,7 +37,7 @@ def test_two_ranks_beside_one(tmp_path: Path) -> None:
     assert not (tmp_path / "runs/ranks-2/fsdp/run/checkpoints").exists(), "checkpoints of large models would fill the disk"
     machine = json.loads((tmp_path / "runs/ranks-2/machine.json").read_text())
     assert machine["world"] == 2
-    assert all(machine[name] > 0 for name in ("flops", "memory", "latency", "bandwidth", "scatter"))
+    assert all(machine[name] > 0 for name in ("flops", "memory", "latency", "bandwidth", "scatter", "reduce"))
     assert 0 < machine["host"] < 0.1, "fully_shard does something on the host for each collective"
     logs = {path: path.stat().st_mtime_ns for path in tmp_path.glob("runs/*/*/log.txt")}
     assert len(logs) == 2

@@ -18,6 +18,7 @@ class Assumed:
         memory: of the memory bandwidth.
         links: of a tier's bandwidth.
         scatter: time of a reduce-scatter over that of an all-gather of the same parts.
+        reduce: time of an all-reduce over that of an all-gather of its parts.
         launch: seconds to start a collective.
         host: seconds in which a rank does nothing but ``fully_shard``'s work on the host, for each collective of a block.
         message: seconds that an all-to-all takes longer for each further rank.
@@ -31,6 +32,7 @@ class Assumed:
     memory: float = 0.89
     links: float = 0.8
     scatter: float = 1.0
+    reduce: float = 2.0
     launch: float = 8.4e-6
     host: float = 0.0
     message: float = 0.4e-6
@@ -50,7 +52,7 @@ class Assumed:
         for name, value in (given or {}).items():
             if name not in known:
                 raise RequestError(f"--assume {name}={value:g}", "there is no such figure", f"Known are {', '.join(known)}.")
-            most = 1.0 if name not in ("scatter", "launch", "host", "message", "row_cv") else float("inf")
+            most = 1.0 if name not in ("scatter", "reduce", "launch", "host", "message", "row_cv") else float("inf")
             least = {"row_cv": -1.0, "balance": 0.0, "pipelined": 0.0, "reserve": 0.0, "launch": 0.0, "host": 0.0, "message": 0.0}.get(name, 1e-6)
             if not least <= value <= most:
                 raise RequestError(f"--assume {name}={value:g}", f"it lies outside {least:g} ... {most:g}", "Give a value between them.")
@@ -66,6 +68,7 @@ SOURCES = {
     "memory": "a copy of 4 GiB on one H200, 4.27 of 4.8 TB/s",
     "links": "NCCL's cost model for NVLink, 360 of 450 GB/s on Hopper; taken for the network too",
     "scatter": "as quick, as NCCL's cost model has it",
+    "reduce": "a reduce-scatter and an all-gather, as NCCL's cost model has it",
     "launch": "base latency of a ring in NCCL's cost model",
     "host": "assumed: the host is ahead of a GPU; on a CPU it is the rank itself",
     "message": "assumed: a network hop of 14 us shared by about 32 messages on their way",

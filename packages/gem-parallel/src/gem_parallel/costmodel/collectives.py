@@ -81,8 +81,8 @@ class Links:
         return self._assumed.launch + self._assumed.scatter * self._moved(group, part) if group.size > 1 else 0.0
 
     def all_reduce(self, group: Group, whole: float) -> float:
-        """Seconds until every rank has the sum of ``whole`` bytes: a reduce-scatter and an all-gather of its parts."""
-        return self._assumed.launch + (1 + self._assumed.scatter) * self._moved(group, whole / group.size) if group.size > 1 else 0.0
+        """Seconds until every rank has the sum of ``whole`` bytes: ``reduce`` times what an all-gather of its parts takes."""
+        return self._assumed.launch + self._assumed.reduce * self._moved(group, whole / group.size) if group.size > 1 else 0.0
 
     def all_to_all(self, group: Group, sent: float) -> float:
         """Seconds until every rank has what the others sent it; ``sent`` bytes leave the busiest rank, evenly to all others."""

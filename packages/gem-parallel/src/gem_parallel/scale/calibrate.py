@@ -60,6 +60,7 @@ def works_of(world: int) -> dict[str, Work]:
         works["small"] = lambda: gather_into(small.new_empty(small.numel() * world), small)
         works["large"] = lambda: gather_into(large.new_empty(large.numel() * world), large)
         works["scatter"] = lambda: scatter_into(torch.empty_like(large), whole, op=dist.ReduceOp.AVG)
+        works["reduce"] = lambda: dist.all_reduce(whole)
         context = ParallelContext(rank=dist.get_rank(), world=world, device="cpu", topology=Topology(world=world, device="cpu"))
         works |= {"plain": step_of(Tiny(), TINY, TINY), "sharded": step_of(FullyShard().apply(Tiny(), context), TINY, TINY)}
     return works
@@ -94,7 +95,7 @@ def measured(best: Mapping[str, float], world: int) -> Measured:
     """The figures that the times say. One rank has no links; it is given those of its memory, which nothing uses."""
     flops, memory = 2 * SIZE**3 / best["product"], 2 * COPIED * COPIES / best["copy"]
     if world == 1:
-        return Measured(world=1, flops=flops, memory=memory, host=0.0, latency=0.0, bandwidth=memory, scatter=1.0)
+        return Measured(world=1, flops=flops, memory=memory, host=0.0, latency=0.0, bandwidth=memory, scatter=1.0, reduce=2.0)
     carried = max(best["large"] - best["small"], 1e-9)
     return Measured(
         world=world,
@@ -104,6 +105,7 @@ def measured(best: Mapping[str, float], world: int) -> Measured:
         latency=best["small"] / (world - 1).bit_length(),
         bandwidth=(world - 1) * LARGE / carried,
         scatter=max(best["scatter"] - best["small"], 1e-9) / carried,
+        reduce=max(best["reduce"] - best["small"], 1e-9) / carried,
     )
 
 

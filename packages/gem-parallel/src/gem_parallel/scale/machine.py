@@ -20,6 +20,7 @@ class Measured:
         latency: seconds of a hop of a small all-gather.
         bandwidth: bytes a second that a rank sends in a large one.
         scatter: time of a reduce-scatter over that of an all-gather of the same parts.
+        reduce: time of an all-reduce over that of an all-gather of its parts.
     """
 
     world: int
@@ -29,6 +30,7 @@ class Measured:
     latency: float
     bandwidth: float
     scatter: float
+    reduce: float
 
     def topology(self) -> Topology:
         """For the cost model."""
@@ -44,4 +46,4 @@ class Measured:
 
     def assumed(self) -> dict[str, float]:
         """The cost model's figures that were measured with it: nothing is lost of what was reached."""
-        return {"memory": 1.0, "links": 1.0, "scatter": self.scatter, "launch": 0.0, "host": self.host}
+        return {"memory": 1.0, "links": 1.0, "scatter": self.scatter, "reduce": self.reduce, "launch": 0.0, "host": self.host}
