@@ -29,7 +29,7 @@ def step(request):
             axes={"replicate": 1, "shard": 2, "expert": 1, "sparse_shard": 2, "sparse_replicate": 1},
             seconds=0.5 + i, parts={"forward": 0.25 + i, "waiting": 0.25, "nothing": 0.0}, communication={"gather": 0.1}, sent={"gather": 8.0},
             memory={"tables": float(held), "weights": 4.0 * sum(b.parameters for b in request.model.blocks)}, local_mfu=0.4, scaling=0.5,
-            samples_per_second=request.batch.rows * 2, binding="waiting", fits=False, settings=("a.b=1",), why=("because",),
+            samples_per_second=request.batch.rows * request.micro_batches, binding="waiting", fits=False, settings=("a.b=1",), why=("because",),
         )
         for i in range(max(1, request.best))
     )
@@ -93,6 +93,13 @@ def test_table_replicas_are_the_configured_ones(acme: None, capsys: pytest.Captu
     assert json.loads(capsys.readouterr().out)["step"]["layouts"][0]["memory"]["tables"] == 2.0
     assert run(words("--set", "embedding.options.replicas=8")) == 3
     assert "Take more ranks." in capsys.readouterr().err
+
+
+def test_the_planner_is_told_how_many_micro_batches_a_step_has(acme: None, capsys: pytest.CaptureFixture[str]) -> None:
+    """The rows of a rank are those of one of them."""
+    for accumulate in (1, 3):
+        assert run(words("--json", "--set", f"optim.accumulate={accumulate}")) == 0
+        assert json.loads(capsys.readouterr().out)["step"]["layouts"][0]["samples_per_second"] == 128 * accumulate
 
 
 def test_what_cannot_be_timed_is_said(acme: None, capsys: pytest.CaptureFixture[str]) -> None:
