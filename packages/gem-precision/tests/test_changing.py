@@ -1,6 +1,7 @@
 """A recipe that goes on while a run trains: switches, the guard's actions, ramps, and what a checkpoint keeps."""
 
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from gem_precision.linear import rule_of
 from gem_precision.options import GuardOptions, RampOptions
 from gem_precision.probe.record import FILE as PROBE
 from gem_precision.recipes.low_precision import LowPrecision
+from gem_precision.switches import Switch
 
 FORM = find_format("mxfp8_e4m3")
 
@@ -69,7 +71,7 @@ SITES = [f"layers.{i}.{name}" for i in (0, 1) for name in ("slot", "one", "two")
 
 
 def feed(recipe: LowPrecision, step: int, rise: float, noise: Sequence[float] | None = None, folder: Path | None = None) -> PrecisionNews:
-    """A pair with a relative rise of the loss; ``noise`` is the energy that each site's low result adds to 1."""
+    """A pair with a relative rise of the loss; ``noise`` is the share that each site's low result adds to a row."""
     assert recipe.begin_step(step)
     pairs = {"ctr": PairedSums(weight=100.0, positive=30.0, predicted=(30.0, 30.0), loss=(60.0, 60.0 * (1 + rise)))}
     sums = [value for energy in noise or [0.1] * len(SITES) for value in (1.0, energy)]
@@ -127,8 +129,9 @@ def test_a_map_for_each_token_can_be_high_too() -> None:
     exact = Each.forward(model[0], x)
     with torch.no_grad(), recipe.high():
         assert torch.equal(model(x), exact)
-    signal, noise = recipe.sums()
-    assert 1e-4 < noise / signal < 1e-2
+    rows, share = recipe.sums()
+    assert rows == 10
+    assert 1e-4 < share / rows < 1e-2
     assert not torch.equal(model(x), exact)
 
 
@@ -138,15 +141,35 @@ def test_high_measures_what_each_site_alone_would_add() -> None:
     model, recipe = made(guard=GuardOptions(every=1))
     with torch.no_grad(), recipe.high():
         model(x)
-    energies = dict(zip(recipe._switches, zip(*(iter(recipe.sums()),) * 2, strict=True), strict=True))
+    measured = dict(zip(recipe._switches, zip(*(iter(recipe.sums()),) * 2, strict=True), strict=True))
     layer = model.layers[0].one
-    exact = (x @ layer.weight.T + layer.bias).detach()
-    low = (fake_quantize(x, FORM) @ fake_quantize(layer.weight.detach(), FORM).T + layer.bias).detach()
-    signal, noise = energies["layers.0.one"]
-    assert signal == pytest.approx(float(exact.double().square().sum()), rel=1e-5)
-    assert noise == pytest.approx(float((low - exact).double().square().sum()), rel=1e-3)
-    assert all(noise > 0 for _, noise in energies.values())
+    exact = (x @ layer.weight.T + layer.bias).detach().double()
+    low = (fake_quantize(x, FORM) @ fake_quantize(layer.weight.detach(), FORM).T + layer.bias).detach().double()
+    shares = (low - exact).square().sum(1) / exact.square().sum(1)
+    assert measured["layers.0.one"] == pytest.approx((6, float(shares.sum())), rel=1e-3)
+    assert {name: rows for name, (rows, _) in measured.items()} == {name: 24 if name.endswith("slot") else 6 for name in measured}
+    assert all(0 < share < rows for rows, share in measured.values())
     assert set(recipe.sums()) == {0.0}  # taken
+
+
+def test_small_rows_that_are_lost_show() -> None:
+    """One scale a tensor beside a row a million times larger: the energies of all rows together would say 30 dB and more."""
+    switch = Switch("a")
+    switch.comparing = True
+    exact = torch.cat([torch.full((1, 8), 1e6), torch.ones(7, 8), torch.zeros(2, 8)])
+    low = exact.clone()
+    low[1:] = 0.0
+    low[0] *= 1.01
+    assert switch(lambda: low, lambda: exact) is exact
+    assert switch.take() == pytest.approx((8, 7 + 1e-4), rel=1e-6)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_what_is_not_finite_is_not_taken_for_a_lost_row(bad: float) -> None:
+    switch = Switch("a")
+    switch.comparing = True
+    switch(lambda: torch.full((2, 2), bad), lambda: torch.ones(2, 2))
+    assert not math.isfinite(switch.take()[1])
 
 
 def test_gradients_of_low_passes_are_those_of_an_unguarded_recipe() -> None:

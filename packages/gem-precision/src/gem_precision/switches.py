@@ -21,7 +21,7 @@ class Switch:
 
     def __init__(self, name: str) -> None:
         self.name, self.low, self.comparing = name, True, False
-        self._energies: Tensor | None = None
+        self._sums: Tensor | None = None
 
     def __call__(self, low: Callable[..., Any], high: Callable[..., Any], *args: Any, **options: Any) -> Any:
         """The low result; the high one where the site is set high or compares."""
@@ -34,14 +34,19 @@ class Switch:
 
     @torch.no_grad()
     def _add(self, exact: Tensor, low: Tensor) -> None:
-        energies = torch.stack([exact.double().square().sum(), (low.double() - exact.double()).square().sum()])
-        self._energies = energies if self._energies is None else self._energies + energies
+        signal = exact.double().square().sum(-1)
+        share = (low.double() - exact.double()).square().sum(-1) / signal
+        share = share.where(share.isinf(), share.clamp(max=1.0))[signal > 0]  # a lost row is lost, however small it was
+        sums = torch.stack([share.new_tensor(share.numel()), share.sum()])
+        self._sums = sums if self._sums is None else self._sums + sums
 
     def take(self) -> tuple[float, float]:
-        """Energy of the exact results and of the differences since the last call, ``(0, 0)`` for none; waits for the device."""
-        signal, noise = (0.0, 0.0) if self._energies is None else self._energies.tolist()
-        self._energies = None
-        return signal, noise
+        """Rows that are not zero since the last call, and the sum of the shares of each row's energy that the low result added, 1 at most; waits for
+        the device. Rows count alike: where they differ by orders of magnitude, a sum of energies would show the largest alone.
+        """
+        rows, shares = (0.0, 0.0) if self._sums is None else self._sums.tolist()
+        self._sums = None
+        return rows, shares
 
 
 class SwitchedForward(LowForward):

@@ -102,14 +102,14 @@ class Changing:
             self._seen.paused = on
 
     def sums(self) -> Sequence[float]:
-        """Energies of each site's high results, and of what low ones added."""
+        """Rows of each site's high results, and the shares of them that low ones added."""
         return [value for switch in self._switches.values() for value in switch.take()]
 
     def observe(self, step: int, pairs: Mapping[str, PairedSums], sums: Sequence[float], folder: Path | None) -> PrecisionNews:
         """Judge the last pairs; on a breach warn, let the worst site fall back, or ask for the end of the run."""
         assert self._guard is not None
-        energies = dict(zip(self._switches, zip(sums[::2], sums[1::2], strict=True), strict=True))
-        record, why = self._guard.judge(pairs, {name: ratio(*energies[name]) for name in self._low()})
+        by_site = dict(zip(self._switches, zip(sums[::2], sums[1::2], strict=True), strict=True))
+        record, why = self._guard.judge(pairs, {name: ratio(*by_site[name]) for name in self._low()})
         news = PrecisionNews(record=record) if why is None else self._act(self._guard, step, record, why)
         if folder is not None:
             append(folder, {"step": step, **news.record})
