@@ -101,8 +101,9 @@ def types(session: nox.Session) -> None:
 @nox.session
 @EACH_PACKAGE
 def tests(session: nox.Session, package: str) -> None:
-    """The tests of one package, its siblings absent."""
-    install_sources(session, *needs(package), tools=TEST_TOOLS)
+    """The tests of one package, its siblings absent, with what its own kernels need."""
+    kernels = METADATA[package].get("optional-dependencies", {}).get("native", [])
+    install_sources(session, *needs(package), tools=(*TEST_TOOLS, *kernels))
     run_pytest(session, f"packages/{package}/tests")
 
 
