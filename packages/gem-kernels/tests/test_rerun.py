@@ -11,6 +11,7 @@ from pathlib import Path
 from shutil import which
 
 import pytest
+import torch
 
 from gem_kernels.bench.shapes import SHAPES_OF
 
@@ -48,6 +49,24 @@ def test_what_fails_stops_nothing_and_the_summary_says_all(tmp_path, capsys):
     assert (out / "timed.log").read_text() == "figures\n"
     assert json.loads((out / "summary.json").read_text())["parts"]["wrong"]["exit"] == 3
     assert "what went wrong" in capsys.readouterr().out
+
+
+def test_a_program_that_ends_well_and_shows_nothing_is_not_ok(tmp_path):
+    parts = [
+        part("skipped", "print('3 skipped')", says=" passed"),
+        part("passed", "print('3 passed')", says=" passed"),
+        part("wrong", "print('gdpa no speed: off by 2')", never="no speed:"),
+        part("right", "print('gdpa 0.3')", never="no speed:"),
+    ]
+    assert rerun.run(parts, tmp_path) == ["skipped", "wrong"]
+
+
+def test_tests_that_a_machine_without_a_gpu_skips_are_not_ok(tmp_path):
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    (mine,) = [p for p in rerun.tests() if p.name == "test-pffn"]
+    assert rerun.run([mine], tmp_path) == ["test-pffn"]
+    assert "24 skipped" in (tmp_path / "test-pffn.log").read_text()
 
 
 def test_a_second_run_repeats_what_is_not_ok(tmp_path):
