@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -270,18 +271,25 @@ def test_a_sweep_ranks_and_times_the_sites_of_a_run(tmp_path: Path) -> None:
     assert {row["backend"] for row in all_times(out)} >= {"high", "mxfp8_emulated"}
 
 
-def test_a_run_by_a_probe_keeps_it_for_the_next(measured: Path, tmp_path: Path) -> None:
-    """Once more with the kept one, as a resumed run does; other recipes keep nothing."""
+def test_a_run_by_a_probe_tells_what_it_has_chosen_and_keeps_it_for_the_next(
+    measured: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Once more with the kept one, as a resumed run does; other recipes keep nothing. Modules that are no sites are not told of."""
+    told = [{"module": name, "format": "mxfp8_e4m3", "reason": f"so it is with {name}"} for name in ("wide", "norm")]
 
     def start(recipe: str, options: dict[str, str], rank: int = 0) -> Path:
         folder = tmp_path / f"{recipe}{rank}"
         folder.mkdir(exist_ok=True)
+        (folder / "manifest.json").write_text(json.dumps({"precision": told}))
         config = {"precision": {"recipe": recipe, "options": options}}
         gem_run_started(run=RunInfo(folder=folder, seed=1, config=config, kernels={}, rank=rank, world=2))
         return folder
 
     run = start("auto", {"probe": str(measured)})
     assert read_probe(run) == read_probe(measured)
+    printed = capsys.readouterr().out
+    assert re.search(r"wide +mxfp8_e4m3 +so it is with wide", printed)
+    assert "norm" not in printed
     assert start("auto", {"probe": str(run)}) == run
     assert read_probe(run) == read_probe(measured)
     assert not (start("auto", {"probe": str(measured)}, rank=1) / FILE).exists()

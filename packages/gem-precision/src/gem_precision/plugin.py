@@ -87,11 +87,13 @@ def gem_precision_recipes() -> Sequence[PrecisionRecipe]:
 
 @hookimpl
 def gem_run_started(run: RunInfo) -> None:
-    """A run whose formats a probe has chosen keeps the probe."""
+    """A run whose formats a probe has chosen keeps the probe, and says what it has chosen."""
     if run.rank == 0 and run.config["precision"]["recipe"] == "auto":
         from gem_precision.probe.record import keep
+        from gem_precision.probe.report import decided
 
         keep(Path(run.config["precision"]["options"]["probe"]), run.folder)
+        decided(run.folder)
 
 
 @hookimpl

@@ -1,5 +1,6 @@
 """The result of a probe for people: a table on the terminal, and a figure."""
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -9,7 +10,7 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
-from gem_precision.probe.record import worst
+from gem_precision.probe.record import read_probe, worst
 
 FIGURE = "precision.svg"
 
@@ -39,6 +40,16 @@ def speeds(times: list[dict[str, Any]]) -> None:
     print("Median of forward and both gradients, casts included. Emulated ways give a format's numbers without its speed.")
     for row in {row["backend"]: row for row in times if row["why_not"]}.values():
         print(f"{row['backend']}: {'; '.join(row['why_not'])}")
+
+
+def decided(folder: Path) -> None:
+    """Print what a run makes of each site that its probe met, and why: from its manifest."""
+    met = {row["site"] for row in read_probe(folder)}
+    table = Table("SITE", "FORMAT", "WHY", box=None)
+    for decision in json.loads((folder / "manifest.json").read_text())["precision"]:
+        if decision["module"] in met:
+            table.add_row(decision["module"], decision["format"], decision["reason"])
+    Console(width=200).print(table)
 
 
 def draw(rows: list[dict[str, Any]], folder: Path) -> Path:
