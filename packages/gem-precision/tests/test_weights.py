@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from gem_core.ops.slot import KernelSlot, bind_kernels
 from gem_core.spec import LOW_WEIGHTS
 from gem_precision import weights
 from gem_precision.formats import FORMATS, Format, Quantized, find_format, quantize
@@ -177,3 +178,50 @@ def test_a_weight_that_may_be_read_high_does_not_travel_low(options: dict[str, A
     model = nn.Sequential(nn.Linear(96, 160))
     LowPrecision("fp8_block", small=0, **options).prepare(model, "cpu")
     assert (getattr(model[0], LOW_WEIGHTS, {}) == {"weight": vars(model[0])["forward"].held}) == travels
+
+
+class Fused(nn.Module):
+    """A matmul fused with a norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.weight = nn.Parameter(torch.randn(160, 96))
+        self.slot = KernelSlot("norm_linear", features=("rms", "before"))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.slot(x, self.weight.to(x.dtype), norm="rms", where="before")  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("name", ["fp8_block", "mxfp8"])
+def test_a_matmul_fused_with_a_norm_holds_its_weight(name: str, counted: list[tuple[int, ...]]) -> None:
+    """Two such layers; a weight that autocast would have copied is no parameter, and not held."""
+    results = []
+    for tell in (False, True):
+        model, recipe = nn.ModuleList([Fused(), Fused()]), LowPrecision(name, small=0)
+        recipe.prepare(model, "cpu")
+        bind_kernels(model, device="cpu", dtype="fp32", arch=None, backward=True)
+        counted.clear()
+        for step in range(2):
+            if tell:
+                recipe.weights_changed()
+            for batch in range(3):
+                for layer in model:
+                    x = drawn(9, 96, seed=batch).requires_grad_()
+                    layer(x).square().sum().backward()
+                    results.append(x.grad)
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.mul_(1.5 + step)
+        sides = SIDES.get(name, 2)
+        assert len(counted) == 2 * 2 * sides * (1 if tell else 3)
+    half = len(results) // 2
+    assert all(torch.equal(a, b) for a, b in zip(results[:half], results[half:], strict=True))
+    counted.clear()
+    for _ in range(2):
+        model[0](torch.ones(2, 96, dtype=torch.bfloat16))
+    assert len(counted) == 2
+
+
+def drawn(*shape: int, seed: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))

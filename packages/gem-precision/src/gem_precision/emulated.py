@@ -8,11 +8,11 @@ from importlib import import_module
 from typing import Any
 
 from gem_precision.presets import PRESETS
-from gem_precision.products import under
+from gem_precision.products import LowKernel
 
 
 def __getattr__(name: str) -> Callable[..., Any]:
     op, separator, recipe = name.partition("__")
     if not separator or recipe not in PRESETS:
         raise AttributeError(name)
-    return under(PRESETS[recipe].rule(), import_module(f"gem_core.ops.{op}").reference)
+    return LowKernel(PRESETS[recipe].rule(), import_module(f"gem_core.ops.{op}").reference)

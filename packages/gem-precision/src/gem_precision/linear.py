@@ -82,9 +82,16 @@ def emulated_linear(x: Tensor, weight: Tensor, rule: LinearRule, held: HeldWeigh
     return out
 
 
-def low_linear(x: Tensor, weight: Tensor, rule: LinearRule) -> Tensor:
-    """``x weight^T`` under a rule, where the weight is no layer's own: ``[..., in]`` and ``[out, in]`` to ``[..., out]`` float32."""
-    flat = emulated_linear(x.reshape(-1, x.shape[-1]), weight, rule, HeldWeight(rule.weights, rule.hadamard))
+def low_linear(x: Tensor, weight: Tensor, rule: LinearRule, held: HeldWeight | None = None) -> Tensor:
+    """``x weight^T`` under a rule, where no layer of its own computes it: ``[..., in]`` and ``[out, in]`` to ``[..., out]`` float32.
+
+    Args:
+        held: what holds the weight between calls, where it is a parameter and no copy of one; None holds nothing.
+    """
+    if held is None or not isinstance(weight, nn.Parameter):
+        held = HeldWeight(rule.weights, rule.hadamard)
+    held.begin()
+    flat = emulated_linear(x.reshape(-1, x.shape[-1]), weight, rule, held)
     return flat.reshape(*x.shape[:-1], weight.shape[0])
 
 

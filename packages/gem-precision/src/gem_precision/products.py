@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from gem_precision.formats import Format, Rounding, fake_quantize
 from gem_precision.linear import LinearRule, low_linear
+from gem_precision.weights import HeldWeight
 
 
 class Products(TorchFunctionMode):
@@ -44,17 +45,18 @@ class LowProducts(Products):
 
     Args:
         rule: ``inputs`` is the format of both operands of an einsum, which has no weights; ``grads`` that of what comes back.
+        held: what holds the weight of the one ``linear`` inside between blocks; None holds nothing.
     """
 
-    def __init__(self, rule: LinearRule) -> None:
+    def __init__(self, rule: LinearRule, held: HeldWeight | None = None) -> None:
         super().__init__()
-        self._rule = rule
+        self._rule, self._held = rule, held
 
     def einsum(self, equation: str, left: Tensor, right: Tensor) -> Tensor:
         return _Einsum.apply(equation, left, right, self._rule)  # type: ignore[no-any-return, no-untyped-call]
 
     def linear(self, x: Tensor, weight: Tensor) -> Tensor:
-        return low_linear(x, weight, self._rule)
+        return low_linear(x, weight, self._rule, self._held)
 
 
 class _Einsum(torch.autograd.Function):
@@ -106,11 +108,32 @@ def _along(x: Tensor, axis: int, form: Format, rounding: Rounding = "nearest") -
     return fake_quantize(moved.reshape(-1, moved.shape[-1]), form, rounding=rounding).view(moved.shape).movedim(-1, axis)
 
 
-def under(rule: LinearRule, reference: Callable[..., Any]) -> Callable[..., Any]:
-    """An op's reference with its products under the rule; results in the dtype of the call, as the op promises."""
+class LowKernel:
+    """An op's reference with its products under the rule; results in the dtype of the call, as the op promises.
 
-    def kernel(*args: Any, **options: Any) -> Any:
-        with LowProducts(rule):
-            return reference(*args, **options)
+    Args:
+        rule: of the products.
+        reference: the op's.
+        held: as in ``LowProducts``.
+    """
 
-    return kernel
+    def __init__(self, rule: LinearRule, reference: Callable[..., Any], held: HeldWeight | None = None) -> None:
+        self._rule, self._reference, self._held = rule, reference, held
+
+    def holding(self, held: HeldWeight) -> "LowKernel":
+        """The same for one layer alone."""
+        return LowKernel(self._rule, self._reference, held)
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        with LowProducts(self._rule, self._held):
+            return self._reference(*args, **options)
+
+
+class HeldBind:
+    """``KernelSlot.bind`` of a layer's matmul fused with a norm: its kernel holds the layer's weight."""
+
+    def __init__(self, bind: Callable[..., None], held: HeldWeight) -> None:
+        self._bind, self.held = bind, held
+
+    def __call__(self, kernel: Callable[..., Any], backend: str = "bound") -> None:
+        self._bind(kernel.holding(self.held) if isinstance(kernel, LowKernel) else kernel, backend)

@@ -17,6 +17,7 @@ from gem_precision.options import GuardOptions, RampOptions
 from gem_precision.plugin import emulated
 from gem_precision.policy import island_around
 from gem_precision.presets import PRESETS
+from gem_precision.products import HeldBind
 from gem_precision.ramps import last_layers
 from gem_precision.recipes.bf16_islands import Bf16Islands
 from gem_precision.recipes.changing import Changing, Lowered
@@ -99,17 +100,22 @@ class LowSites(Changing):
             if isinstance(chosen, Lowering):
                 decided[site.name] = _lowered(site, chosen, device_type)
                 lowered.append(Lowered(site, chosen.preset, high))
-                if site.slot is None:
-                    self._attend(site.name, vars(site.module)["forward"])
+                self._attend(site, chosen.rule)
             else:
                 decided[site.name] = PrecisionDecision(module=site.name, format=high, reason=chosen)
         self.follow(lowered, list(decided.values()))
         return self.decisions()
 
-    def _attend(self, site: str, forward: LowForward) -> None:
-        self._held.append(forward.held)
-        if self._telemetry is not None:
-            forward.watch = self._telemetry.watcher(site)
+    def _attend(self, site: Site, rule: LinearRule) -> None:
+        """Know what holds a lowered site's weight, and watch the operands of linear layers where telemetry is asked for."""
+        if site.slot is None:
+            forward: LowForward = vars(site.module)["forward"]
+            self._held.append(forward.held)
+            if self._telemetry is not None:
+                forward.watch = self._telemetry.watcher(site.name)
+        elif not site.attention:
+            self._held.append(HeldWeight(rule.weights))
+            vars(site.slot)["bind"] = HeldBind(site.slot.bind, self._held[-1])
 
     def weights_changed(self) -> None:
         """Nothing that was made of the weights holds any longer."""
