@@ -62,12 +62,13 @@ def test_a_block_sees_nothing_of_its_neighbours():
 
 
 def test_block_configurations_by_what_they_depend_on():
-    plain = block_configs.Key("forward", 64, 128, False, False, True)
+    plain = block_configs.Key("forward", 64, 128, False, False, False, True)
     assert block_configs.choose(plain) == block_configs.FORWARD
     assert block_configs.choose(replace(plain, roomy=False)) == block_configs.SMALL
     assert block_configs.choose(replace(plain, direction="backward")) == block_configs.BACKWARD
-    assert block_configs.choose(replace(plain, direction="backward", changed=True)) == block_configs.CHANGED_BACKWARD
-    assert block_configs.choose(replace(plain, direction="backward", changed=True, roomy=False)) == block_configs.SMALL_BACKWARD
+    for change in ({"turned": True}, {"normed": True}, {"turned": True, "normed": True}):
+        assert block_configs.choose(replace(plain, direction="backward", **change)) == block_configs.CHANGED_BACKWARD
+        assert block_configs.choose(replace(plain, direction="backward", **change, roomy=False)) == block_configs.SMALL_BACKWARD
     assert block_configs.choose(replace(plain, tile=128)) == block_configs.choose(replace(plain, wide_dtype=True)) == block_configs.WIDE
 
 

@@ -9,7 +9,8 @@ import torch
 
 from gem_core.spec import KernelRequest, MachineError, RequestError, load_object
 from gem_kernels.bench import measure, tune
-from gem_kernels.bench.shapes import SHAPES
+from gem_kernels.bench.shapes import SHAPES, VARIANTS_OF
+from gem_kernels.bench.workloads import build
 from gem_kernels.common import tuning
 from gem_kernels.ops import host
 from gem_kernels.ops.block_attention import configs as block
@@ -153,7 +154,7 @@ def test_a_configuration_that_is_clearly_slower_is_not_timed_further():
 def test_spaces_hold_what_the_package_takes_and_fit_an_sm():
     for direction in block.DIRECTIONS:
         for roomy in (True, False):
-            key = block.Key(direction, 64, 128, False, False, roomy)
+            key = block.Key(direction, 64, 128, False, False, False, roomy)
             candidates = list(block.space(key))
             assert block.choose(key) in candidates
             tensors = 3 if direction == "forward" else 4
@@ -260,3 +261,9 @@ def test_without_a_gpu_nothing_is_tuned():
 def test_the_command_is_declared_and_can_be_loaded():
     (command,) = [c for c in gem_cli_commands() if c.name == "kernels tune"]
     assert load_object(command.load) is tune.tune
+
+
+def test_block_attention_is_tuned_apart_with_rotation_and_with_norms():
+    tunable = tune.tunables()["block_attention"]
+    works = [build("block_attention", variant, SHAPES["block-u2000"], [70], torch.bfloat16, "cpu") for variant in VARIANTS_OF["block_attention"]]
+    assert len({tunable.key("forward", work) for work in works}) == 3

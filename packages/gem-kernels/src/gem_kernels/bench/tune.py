@@ -60,7 +60,7 @@ def tunables() -> dict[str, Tunable]:
         from gem_kernels.ops.block_attention.launch import key_of
 
         given = work.arguments
-        return key_of(direction, given["q"], given["v"], 64, changed="rope" in given or "q_gain" in given)
+        return key_of(direction, given["q"], given["v"], 64, turned="rope" in given, normed="q_gain" in given)
 
     return {
         "gdpa": Tunable(gdpa.DIRECTIONS, attention_key, gdpa.choose, gdpa.space),

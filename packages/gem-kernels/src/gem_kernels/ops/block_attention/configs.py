@@ -27,7 +27,8 @@ class Key:
         tile: tokens of a tile.
         width: larger head size of key and value, rounded up to a power of two of at least 16.
         wide_dtype: float32 inputs.
-        changed: q and k are normed or turned.
+        turned: q and k are turned.
+        normed: q and k are normed, which takes shared memory and registers of its own.
         roomy: an SM has the shared memory of data-centre GPUs from Hopper on.
     """
 
@@ -35,7 +36,8 @@ class Key:
     tile: int
     width: int
     wide_dtype: bool
-    changed: bool
+    turned: bool
+    normed: bool
     roomy: bool
 
 
@@ -55,7 +57,7 @@ def choose(key: Key) -> Config:
     if key.wide_dtype or key.tile > TILE:
         return WIDE
     if key.direction == "backward":
-        roomy = CHANGED_BACKWARD if key.changed else BACKWARD
+        roomy = CHANGED_BACKWARD if key.turned or key.normed else BACKWARD
         return roomy if key.roomy else SMALL_BACKWARD
     return FORWARD if key.roomy else SMALL
 

@@ -21,10 +21,10 @@ AXIS = 2**31 - 2**16
 """Size of the descriptor axes that are not to end anywhere."""
 
 
-def key_of(direction: str, q: Tensor, v: Tensor, tile: int, *, changed: bool) -> Key:
+def key_of(direction: str, q: Tensor, v: Tensor, tile: int, *, turned: bool, normed: bool) -> Key:
     """The bucketed facts of one launch."""
     width = host.block_width(max(q.shape[-1], v.shape[-1]))
-    return Key(direction, tile, width, q.element_size() > 2, changed, host.roomy(q))
+    return Key(direction, tile, width, q.element_size() > 2, turned, normed, host.roomy(q))
 
 
 def block_attention(
@@ -112,7 +112,7 @@ def _run(kernel: str, inputs: Inputs, settings: Settings, results: dict[str, Ten
     tile = TILE if block <= TILE else MAX_BLOCK
     span = tile // block * block
     engine = _copied(q, k, v, *upstream.values())
-    key = key_of(kernel, q, v, tile, changed=normed or rope is not None)
+    key = key_of(kernel, q, v, tile, turned=rope is not None, normed=normed)
     config = INTERPRETER if host.interpreted() else tuned("block_attention", key, choose(key))
     chunk = span * config.tiles
     arguments: dict[str, Any] = {"q": q, "k": k, "v": v, **upstream}
