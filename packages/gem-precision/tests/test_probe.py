@@ -19,7 +19,7 @@ from gem_precision.backends import BACKENDS, Device, LinearBackend, LinearShape
 from gem_precision.cli import app
 from gem_precision.formats import fake_quantize, find_format, quantize
 from gem_precision.linear import rule_of
-from gem_precision.plugin import gem_run_started
+from gem_precision.plugin import gem_run_finished, gem_run_started
 from gem_precision.presets import PRESETS
 from gem_precision.probe import times
 from gem_precision.probe.products import ProbedProducts
@@ -249,6 +249,13 @@ def test_the_weight_is_rounded_in_each_timed_call(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(weights, "quantize", lambda x, form: rounded.append(tuple(x.shape)) or quantize(x, form))
     time_sites({"a": LinearShape(rows=2, inputs=8, outputs=16)}, torch.device("cpu"), torch.float32)
     assert rounded == [(16, 8)] * 2, "once before the clock, once under it"
+
+
+def test_the_first_rank_alone_leaves_its_record(tmp_path: Path) -> None:
+    for rank in (1, 0):
+        info = RunInfo(folder=tmp_path, seed=1, config={"precision": {"recipe": "probe", "options": {}}}, kernels={}, rank=rank, world=2)
+        gem_run_finished(run=info)
+        assert (tmp_path / FILE).exists() == (rank == 0)
 
 
 def test_a_probe_that_cannot_be_read_is_refused(tmp_path: Path) -> None:

@@ -107,8 +107,8 @@ def gem_step_finished(run: RunInfo, step: StepInfo) -> None:
 
 @hookimpl
 def gem_run_finished(run: RunInfo) -> None:
-    """A probing run leaves its record beside its other files."""
-    if run.config["precision"]["recipe"] == "probe":
+    """A probing run leaves the record of its first rank beside its other files."""
+    if run.rank == 0 and run.config["precision"]["recipe"] == "probe":
         from gem_precision.probe.record import Record, latest
 
         (latest or [Record()])[0].write(run.folder)
