@@ -5,6 +5,7 @@ The first launch of a kernel under a new key goes through Triton, which compiles
 launcher the arguments that Triton would hand it, tensors as addresses. A key tells apart all that Triton's own key does: the dtype of every tensor
 and whether its address is a multiple of 16; of every integer its width and, where it is specialised, whether it is 1 or a multiple of 16; dtype,
 block and layout of every descriptor; constants, options and the current device. ``GEM_CHECK=full`` compares some launches with Triton's own choice.
+Triton also looks, at each launch, whether a global that the kernel reads has changed since it was compiled; that is not done here.
 """
 
 import os
