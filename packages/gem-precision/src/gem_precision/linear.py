@@ -72,7 +72,7 @@ class LowForward:
         with torch.autocast(x.device.type, enabled=False):
             out = self.multiply(flat, self.module.weight, self.rule, self.held, watch)
             out = out.reshape(*x.shape[:-1], out.shape[-1])
-            out = out if self.module.bias is None else out + self.module.bias.to(out.dtype)  # what a float32 bias would widen is read and written twice
+            out = out if self.module.bias is None else out + self.module.bias.to(out.dtype)  # a float32 bias would widen it
         return out.to(_asked_dtype(x))
 
 
