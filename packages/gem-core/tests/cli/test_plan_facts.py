@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from gem_core.batch import Batch, Jagged
+from gem_core.builtin.precision import Fp32
 from gem_core.cli import plan_facts
 from gem_core.cli.plan_facts import blocks_of, few_rows, flops_of, looked_up, model_facts, saved_bytes, variation
 from gem_core.config.load import load_config
@@ -54,7 +55,7 @@ def test_facts_add_up(sets: list[str]) -> None:
     config = loaded.config
     source = host().build("data_sources", config.data.source, config.data.options)
     model: Any = host().build("models", config.model.name, config.model.options, source.schema())
-    facts = model_facts(loaded, source, model.tables(source.schema(), model.options))
+    facts = model_facts(loaded, source, model.tables(source.schema(), model.options), "cpu")
     batch = few_rows(source, 1)
     assert batch.rows == plan_facts.MEASURED_ROWS
     assert sum(block.flops for block in facts.blocks) * batch.rows == pytest.approx(model.flops(batch))
@@ -91,11 +92,20 @@ def test_numbers_of_the_compute_dtype_are_narrower() -> None:
         assert one.saved / 2 <= other.saved < one.saved  # offsets and ids stay as wide
 
 
-def _facts_of(sets: list[str]) -> Any:
+def _facts_of(sets: list[str], device: str = "cpu") -> Any:
     loaded = load_config("toy", sets)
     source = host().build("data_sources", loaded.config.data.source, loaded.config.data.options)
     model: Any = host().load("models", "gem")
-    return model_facts(loaded, source, model.tables(source.schema(), host().options("models", "gem", loaded.config.model.options)))
+    return model_facts(loaded, source, model.tables(source.schema(), host().options("models", "gem", loaded.config.model.options)), device)
+
+
+def test_a_recipe_is_prepared_for_the_planned_device_before_it_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the shapes of the model: what is measured is the model as it is without the recipe."""
+    seen: list[Any] = []
+    monkeypatch.setattr(Fp32, "prepare", lambda self, model, device: seen.append((device, {p.device.type for p in model.parameters()})))
+    monkeypatch.setattr(Fp32, "compute_dtype", lambda self: "bf16" if seen else "fp32")
+    assert _facts_of([], "cuda").dtype == "bf16"
+    assert seen == [("cuda", {"meta"})]
 
 
 def test_a_batch_larger_than_the_data_is_measured_on_few_rows() -> None:

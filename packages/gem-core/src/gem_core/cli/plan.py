@@ -53,7 +53,8 @@ def plan(
         from gem_core.cli.plan_step import plan_step, print_step
 
         with_replicas = partial(planned_by_engine, loaded, tables, topology, facts)
-        step = plan_step(loaded.config, topology, model_facts(loaded, source, tables), facts, with_replicas, best=search, assume=assume or [])
+        model = model_facts(loaded, source, tables, topology.device)
+        step = plan_step(loaded.config, topology, model, facts, with_replicas, best=search, assume=assume or [])
     if json:
         head = {"engine": loaded.config.embedding.engine, "topology": asdict(topology), "facts": asdict(facts)}
         print_json({**head, **({} if planned is None else as_json(planned)), "step": None if step is None else step_as_json(step)})

@@ -25,8 +25,8 @@ REST = "rest"
 WIDTHS = {"fp32": 4, "fp64": 8, "bf16": 2, "fp16": 2}
 
 
-def model_facts(loaded: LoadedConfig, source: Source, tables: Sequence[TableSpec]) -> ModelFacts:
-    """Facts of the configured model on some of its training rows.
+def model_facts(loaded: LoadedConfig, source: Source, tables: Sequence[TableSpec], device: str) -> ModelFacts:
+    """Facts of the configured model on some of its training rows, for a run on ``device`` devices (``cpu`` or ``cuda``).
 
     Saved activations are what the CPU's kernels leave for backward, in the width of the compute dtype: a fused kernel of a GPU leaves less.
 
@@ -35,12 +35,14 @@ def model_facts(loaded: LoadedConfig, source: Source, tables: Sequence[TableSpec
     """
     config = loaded.config
     precision = host().build("precision_recipes", config.precision.recipe, config.precision.options)
-    dtype = precision.compute_dtype()
     with torch.device("meta"):
-        numbers = sum(p.numel() for p in _built(loaded, source).parameters())
+        shapes = _built(loaded, source)
+    numbers = sum(p.numel() for p in shapes.parameters())
     if numbers > MOST_PARAMETERS:
         so = f"it has {numbers:,} parameters, and its activations are measured by a forward pass of at most {MOST_PARAMETERS:,}"
         raise RequestError("a step of this model", so, "Plan a narrower or shallower model.")
+    precision.prepare(shapes, device)
+    dtype = precision.compute_dtype()
     model = _built(loaded, source)
     batch = few_rows(source, config.run.seed)
     blocks = blocks_of(model)
