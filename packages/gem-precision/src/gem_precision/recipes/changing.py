@@ -38,7 +38,7 @@ class Changing:
 
     def __init__(self, guard: GuardOptions | None, ramp: RampOptions | None, telemetry: Telemetry | None) -> None:
         self._guard = None if guard is None else Guard(guard)
-        self._ramp, self._seen = ramp, telemetry
+        self._ramp, self._telemetry = ramp, telemetry
         self._decided: Sequence[PrecisionDecision] = ()
         self._lowered: dict[str, Lowered] = {}
         self._switches: dict[str, Switch] = {}
@@ -98,8 +98,8 @@ class Changing:
     def _compare(self, on: bool) -> None:
         for switch in self._switches.values():
             switch.comparing = on
-        if self._seen is not None:
-            self._seen.paused = on
+        if self._telemetry is not None:
+            self._telemetry.paused = on
 
     def sums(self) -> Sequence[float]:
         """Rows of each site's high results, and the shares of them that low ones added."""

@@ -66,8 +66,7 @@ class LowSites(Changing):
         ramp: RampOptions | None = None,
         keep_last: int = 0,
     ) -> None:
-        self._telemetry = Telemetry() if telemetry else None
-        super().__init__(guard, ramp, self._telemetry)
+        super().__init__(guard, ramp, Telemetry() if telemetry else None)
         self._name, self._patterns, self._small, self._attention, self._keep_last = name, tuple(high), small, attention, keep_last
         self._rest = Bf16Islands(islands=islands, small=0, cpu=cpu)
         self._held: list[HeldWeight] = []
