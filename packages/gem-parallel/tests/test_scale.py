@@ -27,6 +27,7 @@ CONFIG: dict[str, Any] = {
     "embedding": {"engine": "torch", "options": {}},
 }
 STEPS = 3
+PREDICTOR = Predictor(bench=Bench(recipe="toy", sets=(), config=CONFIG, steps=STEPS, weak=False, device="cpu", folder=Path("runs")))
 
 
 def bench_of(folder: Path, **changed: Any) -> Bench:
@@ -150,7 +151,7 @@ def test_a_run_that_ended_early_has_no_figures(tmp_path: Path) -> None:
 
 def test_every_number_of_ranks_and_layout_has_a_row(tmp_path: Path, stand_in: Callable[..., Ran]) -> None:
     ran = stand_in()
-    rows, details = zip(*table.measure(bench_of(tmp_path), [1, 2, 4], list(LAYOUTS), None), strict=True)
+    rows, details = zip(*table.measure(bench_of(tmp_path), [1, 2, 4], list(LAYOUTS), PREDICTOR), strict=True)
     assert [(row["ranks"], row["layout"]) for row in rows] == [(count, layout) for count in (1, 2, 4) for layout in LAYOUTS]
     assert [detail["status"] for detail in details] == ["ran"] * 6 + ["cannot"] * 2 + ["ran"] * 4
     assert "4 ranks, not 2" in rows[6]["note"]
@@ -164,13 +165,13 @@ def test_every_number_of_ranks_and_layout_has_a_row(tmp_path: Path, stand_in: Ca
 
 def test_a_second_call_goes_on(tmp_path: Path, stand_in: Callable[..., Ran]) -> None:
     broken = stand_in({("fsdp", 2): (1, "[rank1]: ValueError: no such thing\nmore")})
-    first = list(table.measure(bench_of(tmp_path), [1, 2], ["fsdp"], None))
+    first = list(table.measure(bench_of(tmp_path), [1, 2], ["fsdp"], PREDICTOR))
     assert broken == [("fsdp", 1), ("fsdp", 2)]
     assert first[1][1]["status"] == "failed"
     assert first[1][0]["note"].startswith("failed: ValueError: no such thing (")
     assert str(tmp_path / "ranks-2" / "fsdp" / "log.txt") in first[1][0]["note"]
     again = stand_in()
-    second = list(table.measure(bench_of(tmp_path), [1, 2], ["fsdp"], None))
+    second = list(table.measure(bench_of(tmp_path), [1, 2], ["fsdp"], PREDICTOR))
     assert again == [("fsdp", 2)]
     assert second[0] == first[0]
     assert second[1][1]["status"] == "ran"
@@ -178,10 +179,10 @@ def test_a_second_call_goes_on(tmp_path: Path, stand_in: Callable[..., Ran]) -> 
 
 def test_a_folder_of_another_request_is_refused_before_any_work(tmp_path: Path, stand_in: Callable[..., Ran]) -> None:
     ran = stand_in()
-    list(table.measure(bench_of(tmp_path), [1], ["fsdp"], None))
+    list(table.measure(bench_of(tmp_path), [1], ["fsdp"], PREDICTOR))
     for other in (bench_of(tmp_path, steps=STEPS + 1), bench_of(tmp_path, sets=("optim.lr=1",)), bench_of(tmp_path, recipe="synthetic")):
         with pytest.raises(RequestError, match="other settings"):
-            list(table.measure(other, [1, 2], ["fsdp"], None))
+            list(table.measure(other, [1, 2], ["fsdp"], PREDICTOR))
     assert ran == [("fsdp", 1)]
 
 
@@ -190,16 +191,16 @@ REFUSAL = "gem: an expert degree of 2\n  no block of the model has interaction e
 
 def test_what_is_refused_on_many_ranks_alone_cannot_be_and_what_is_refused_everywhere_failed(tmp_path: Path, stand_in: Callable[..., Ran]) -> None:
     stand_in({("fsdp-experts", 2): (2, REFUSAL), ("fsdp", 2): (3, REFUSAL)})
-    rows = list(table.measure(bench_of(tmp_path / "a"), [1, 2], ["fsdp", "fsdp-experts"], None))
+    rows = list(table.measure(bench_of(tmp_path / "a"), [1, 2], ["fsdp", "fsdp-experts"], PREDICTOR))
     assert [detail["status"] for _, detail in rows] == ["ran", "ran", "cannot", "cannot"]
     assert rows[3][0]["note"] == "cannot be: an expert degree of 2: no block of the model has interaction experts"
     stand_in({("fsdp", 1): (2, REFUSAL), ("fsdp", 2): (2, REFUSAL)})
-    assert [detail["status"] for _, detail in table.measure(bench_of(tmp_path / "b"), [1, 2], ["fsdp"], None)] == ["failed", "failed"]
+    assert [detail["status"] for _, detail in table.measure(bench_of(tmp_path / "b"), [1, 2], ["fsdp"], PREDICTOR)] == ["failed", "failed"]
 
 
 def test_steps_that_lack_rows_are_told(tmp_path: Path, stand_in: Callable[..., Ran]) -> None:
     stand_in(rows=60)
-    ((row, _),) = table.measure(bench_of(tmp_path), [1], ["fsdp"], None)
+    ((row, _),) = table.measure(bench_of(tmp_path), [1], ["fsdp"], PREDICTOR)
     assert "60 rows, not 64" in row["note"]
 
 
@@ -210,10 +211,23 @@ def test_a_prediction_that_cannot_be_made_is_told(tmp_path: Path, stand_in: Call
         raise RequestError("gem plan with engine 'torch'", "it plans nothing", "Choose another.")
 
     monkeypatch.setattr(Predictor, "seconds", refuse)
-    ((row, detail),) = table.measure(bench_of(tmp_path), [1], ["fsdp"], None)
+    ((row, detail),) = table.measure(bench_of(tmp_path), [1], ["fsdp"], PREDICTOR)
     assert detail["status"] == "ran"
     assert "predicted_ms" not in row
     assert row["note"] == "no prediction: gem plan with engine 'torch': it plans nothing"
+
+
+def test_nothing_is_predicted_without_a_predictor(tmp_path: Path, stand_in: Callable[..., Ran]) -> None:
+    stand_in()
+    for row, _ in table.measure(bench_of(tmp_path), [1, 2], ["fsdp"], None):
+        assert "predicted_ms" not in row
+        assert row["note"] == ""
+
+
+def test_a_command_that_is_killed_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runs, "GEM", ("-c", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"))
+    with pytest.raises(RequestError, match=r"gem plan: signal 9 ended it\. Run `gem plan -c toy`"):
+        runs.answer(["plan", "-c", "toy"])
 
 
 def test_weak_scaling_gives_every_rank_the_same_rows(tmp_path: Path) -> None:

@@ -84,8 +84,8 @@ def answer(words: Sequence[str]) -> dict[str, Any]:
     """
     done = subprocess.run([sys.executable, *GEM, *words], capture_output=True, text=True)
     if done.returncode:
-        asked, so, do = told_error(done.stderr) or (f"gem {words[0]}", first_error(done.stderr), f"Run `gem {' '.join(words)}`.")
-        raise RequestError(asked, so, do)
+        why = f"signal {-done.returncode} ended it" if done.returncode < 0 else first_error(done.stderr)
+        raise RequestError(*(told_error(done.stderr) or (f"gem {words[0]}", why, f"Run `gem {' '.join(words)}`.")))
     found: dict[str, Any] = json.loads(done.stdout)
     return found
 

@@ -39,10 +39,10 @@ class _Runs:
         return self.ended[ranks, settings]
 
 
-def measure(bench: Bench, ranks: Sequence[int], layouts: Sequence[str], machine: str | None) -> Iterator[tuple[Row, Row]]:
+def measure(bench: Bench, ranks: Sequence[int], layouts: Sequence[str], predictor: Predictor | None) -> Iterator[tuple[Row, Row]]:
     """A row of the results for each number of ranks and layout, with what the table has no columns for: ``status``, ``log``, ``exposed``, ``parts``.
 
-    ``status`` is ``ran``, ``failed``, or ``cannot`` where the layout is not for so many ranks.
+    ``status`` is ``ran``, ``failed``, or ``cannot`` where the layout is not for so many ranks. Without a predictor nothing is predicted.
 
     Raises:
         RequestError: the folder holds runs of another request; nothing was run then.
@@ -50,7 +50,7 @@ def measure(bench: Bench, ranks: Sequence[int], layouts: Sequence[str], machine:
     pairs = [(layout, count) for count in ranks for layout in layouts]
     possible = [(layout, count) for layout, count in pairs if why_not(layout, count) is None]
     check_folder(bench, {pair: asked_of(bench, pair[1], settings_of(*pair, bench.config)) for pair in possible})
-    runs, predictor = _Runs(bench=bench), Predictor(bench=bench, machine=machine)
+    runs = _Runs(bench=bench)
     for layout, count in pairs:
         about = {"ranks": count, "recipe": bench.recipe, "layout": layout, "scaling": "weak" if bench.weak else "strong"}
         if (layout, count) not in possible:
@@ -64,7 +64,7 @@ def measure(bench: Bench, ranks: Sequence[int], layouts: Sequence[str], machine:
         notes = [] if name == layout else [f"the run of {name}, which is the same"]
         if ended.figures.rows < bench.rows_a_step(count):
             notes.append(f"steps had {ended.figures.rows:g} rows, not {bench.rows_a_step(count)}")
-        predicted = None if base is None else _predicted(predictor, layout, count, base, notes)
+        predicted = None if base is None or predictor is None else _predicted(predictor, layout, count, base, notes)
         detail = {"status": "ran", "log": str(ended.place / "log.txt"), "exposed": ended.figures.exposed(), "parts": dict(ended.figures.parts)}
         yield row_of(about, ended.figures, base, predicted, notes), detail
 
