@@ -38,7 +38,7 @@ def sees(i: int, j: int, context: int, history_end: int, window: int | None) -> 
 def test_case_B23_contextual_prefix_parity(context: int, window: int | None, concat: bool) -> None:
     """A layer against a loop over queries and keys, position 0 included."""
     torch.manual_seed(0)
-    layer = HstuLayer(options_with(window=window, concat_inputs=concat), longest=11, context=context)
+    layer = HstuLayer(options_with(window=window, concat_inputs=concat), longest=11, prefix=context)
     histories = [2, 0, 4]
     lengths = [context + n + 1 for n in histories]
     x, size = torch.randn(sum(lengths), 8), max(lengths)
@@ -77,6 +77,23 @@ def test_case_B23_the_model_hands_its_prefix_to_the_layers(kit: ModuleType) -> N
     assert offsets.diff().tolist() == [6 + 5 + 1, 6 + 0 + 1]
     assert options["norm_length"] == 6 + 9 + 5 + 1
     assert options["max_length"] == 6 + 3 + 2 + 1
+
+
+@pytest.mark.parametrize("window", [None, 2])
+def test_a_causal_context_asks_for_plain_causal_attention(kit: ModuleType, window: int | None) -> None:
+    """The last token of a row sees itself and what is before it, with no word that says it is a target: a context token sees no event."""
+    model, tables = kit.make_model(HstuModel, kit.FULL, options_with(context="causal", window=window, bias="none"))
+    batch = kit.make_batch(kit.FULL, [[3, 2], [0, 0]])
+    layer = model.layers[0]
+    assert set(layer.slot.features) == ({"causal"} if window is None else {"causal", "window"})
+    seen: list[dict[str, Any]] = []
+    free = layer.slot._public
+    layer.slot._public = lambda *args, **options: seen.append(options) or free(*args, **options)
+    model(batch, tables(batch.ids))
+    assert not {"contextual", "targets"} & seen[0].keys()
+    lengths = [6 + 5 + 1, 6 + 0 + 1]
+    pairs = sum(j <= i and (window is None or i - j <= window) for n in lengths for i in range(n) for j in range(n))
+    assert layer.flops(np.array(lengths)) == 2 * (sum(lengths) * (8 * 32 + 24 * 8) + 2 * pairs * 8)
 
 
 def test_parts_of_a_row_stand_in_order(kit: ModuleType) -> None:

@@ -32,7 +32,9 @@ class HstuOptions(BaseModelOptions):
     heads: Width = 2
     layers: Width = 2
     window: Width | None = None
-    """Events back that one event sees; None: all earlier ones. The context is always seen."""
+    """Events back that one event sees; None: all earlier ones. A prefix is always seen."""
+    context: Literal["prefix", "causal"] = "prefix"
+    """Context tokens see the whole history and are seen by all, or are the first tokens of plain causal attention, which faster kernels offer."""
     order: Literal["time", "group"] = "group"
     """Several groups become one history by event time, or one group after the other."""
     bias: Literal["none", "position", "time"] = "position"
@@ -73,26 +75,32 @@ class HstuLayer(nn.Module):
     """``[U, V, Q, K] = SiLU(LN(x) W)``; ``A = SiLU(scale Q K^T + bias) / N`` on its mask; ``Y = W_o [U || x || LN(A V) * U] + x``.
 
     N is a constant, the longest sequence of the schema, so a row's result does not depend on its batch. ``[tokens, dim] -> [tokens, dim]``.
+
+    Args:
+        options: of the model.
+        longest: N.
+        prefix: tokens at the begin of each row that see its whole history. Without any the mask is causal: one target at the end of a row sees
+            what an event there would, and is seen by nobody.
     """
 
-    def __init__(self, options: HstuOptions, longest: int, context: int) -> None:
+    def __init__(self, options: HstuOptions, longest: int, prefix: int) -> None:
         super().__init__()
         dim = options.dim
-        self.context = context
+        self.prefix = prefix
         self.heads, self.head_dim, self.window, self.longest = options.heads, dim // options.heads, options.window, longest
         self.inputs = NormLinear(dim, 4 * dim, norm="layer")
         self.norm = AddNorm(dim, gate=True)
         self.concat = options.concat_inputs
         self.out = nn.Linear(3 * dim if self.concat else dim, dim)
         self.dropout = nn.Dropout(options.dropout)
-        used = {"window": options.window is not None, "bias": options.bias != "none"}
-        words = ("causal", "contextual", "targets", *(word for word, on in used.items() if on))
+        used = {"contextual": prefix, "targets": prefix, "window": options.window is not None, "bias": options.bias != "none"}
+        words = ("causal", *(word for word, on in used.items() if on))
         self.slot = KernelSlot("hstu_attention", head_dim=self.head_dim, features=words)
 
     def forward(self, x: Tensor, offsets: Tensor, max_length: int, bias: Tensor | None) -> Tensor:
         gate, value, query, key = nn.functional.silu(self.inputs(x)).view(-1, 4, self.heads, self.head_dim).unbind(1)
         q, k, v = together(query, key, value)
-        one = torch.ones_like(offsets[1:])
+        parts = {"contextual": torch.full_like(offsets[1:], self.prefix), "targets": torch.ones_like(offsets[1:])} if self.prefix else {}
         found = self.slot(
             q,
             k,
@@ -101,10 +109,9 @@ class HstuLayer(nn.Module):
             max_length=max_length,
             causal=True,
             window=self.window,
-            contextual=one * self.context,
-            targets=one,
             bias=None if bias is None else bias.to(q.dtype),
             norm_length=self.longest,
+            **parts,
         )
         gate = gate.flatten(1)
         gated = self.norm(found.flatten(1), gate=gate)
@@ -112,7 +119,7 @@ class HstuLayer(nn.Module):
         return out + x  # type: ignore[no-any-return]
 
     def flops(self, lengths: Lengths) -> int:
-        tokens, mask = int(lengths.sum()), {"window": self.window, "contextual": self.context, "targets": 1}
+        tokens, mask = int(lengths.sum()), {"window": self.window, "contextual": self.prefix, "targets": 1}
         attention = slot_flops(self.slot, hstu_flops, lengths=lengths, heads=self.heads, dim=self.head_dim, **mask)
         return self.inputs.flops(tokens) + attention + linear_flops(self.out, tokens)
 
@@ -120,8 +127,8 @@ class HstuLayer(nn.Module):
 class HstuModel(DenseModel):
     """Context tokens, events and one target token a row through HSTU layers; heads on the target.
 
-    The features that share a table with events are the candidate: together they are the target. All other non-sequence features are the context, a
-    prefix that sees the whole history and that every token sees. Without a candidate the target is a learned token.
+    The features that share a table with events are the candidate: together they are the target. All other non-sequence features are the context, by
+    default a prefix that sees the whole history and that every token sees. Without a candidate the target is a learned token.
 
     ``model(batch, embedded) -> {task: logits [rows]}``.
     """
@@ -144,7 +151,8 @@ class HstuModel(DenseModel):
         self.target = nn.Linear(len(self.candidate) * dim, dim) if self.candidate else LearnedToken(dim)
         self.longest = len(self.context) + sum(group.max_length for group in groups) + 1
         self.bias = None if options.bias == "none" else RelativeBias(options.heads, options.bias == "time")
-        self.layers = nn.ModuleList(HstuLayer(options, self.longest, len(self.context)) for _ in range(options.layers))
+        prefix = len(self.context) if options.context == "prefix" else 0
+        self.layers = nn.ModuleList(HstuLayer(options, self.longest, prefix) for _ in range(options.layers))
         self.heads = Heads(schema, dim, options.head)
         self.concat, self.pad = KernelSlot("jagged_concat"), KernelSlot("jagged_pad")
 
