@@ -43,13 +43,12 @@ def test_the_recipes_are_those_of_the_documents() -> None:
 def test_every_rung_of_a_recipe_composes_at_full_size(interpreted: None, name: str, tmp_path: Path) -> None:
     placed = list(climb(name, ["run.device=cpu", f"run.out={str(tmp_path / 'run')!r}"]))
     assert [p.rung for p in placed] == list(RUNGS)
-    assert {p.rung.name: p.reasons for p in placed if p.reasons} == {}
+    ((rung, reasons),) = [(p.rung.name, p.reasons) for p in placed if p.reasons]
+    assert rung == "fp8"
+    assert "its products need the FP8 tensor cores of Hopper (sm90), this is cpu" in reasons[0]
     top, low = placed[-2].loaded.config, placed[0].loaded.config
     assert (low.data.options["balance"], low.data.options["workers"], low.train.ahead, low.compile.blocks) == ("none", 0, False, "off")
     assert (top.data.options["balance"], top.data.options["workers"], top.train.ahead, top.compile.blocks) == ("lpt", 2, True, "default")
-    assert [bool(p.note) for p in placed] == [False] * 7 + [True]
-    assert "emulated" in placed[-1].note
-    assert placed[-1].loaded.config.compile.blocks == "off"
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -4,6 +4,7 @@ A backend is declared in ``BACKENDS`` and names its code by string, so that list
 recipe of ``gem_precision.presets``; the emulated one of a recipe is the reference that the others are held to.
 """
 
+import os
 import platform
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -61,8 +62,8 @@ class LinearBackend:
         check: ``module:function``, called as ``function(device, shape)`` with a ``Device`` and a ``LinearShape``: the reasons why it cannot be used
             there, none if it can. None for a backend that works everywhere.
         emulated: it gives the numbers of the format without its speed.
-        measured: its results and its speed have been checked on the hardware that it is for. One that has not is used where it is named, and never
-            chosen automatically.
+        measured: its results and its speed have been checked on the hardware that it is for. One that has not is used where it is named, and is
+            chosen automatically only with ``GEM_UNMEASURED=1``.
     """
 
     name: str
@@ -75,6 +76,11 @@ class LinearBackend:
     def why_not(self, device: Device, shape: LinearShape) -> list[str]:
         """The reasons why it cannot compute this shape on this device, none if it can."""
         return [] if self.check is None else list(load_object(self.check)(device, shape))
+
+    def why_not_unasked(self, device: Device, shape: LinearShape) -> list[str]:
+        """The reasons why it is not to be chosen where nobody has named it."""
+        trusted = self.measured or os.environ.get("GEM_UNMEASURED") == "1"
+        return [*([] if trusted else ["nobody has measured it yet"]), *self.why_not(device, shape)]
 
     def resolve(self) -> Callable[..., Any]:
         """Import the function that ``load`` names."""

@@ -79,6 +79,8 @@ class LowPrecisionOptions(BaseModel):
     """Spread outliers by a random Hadamard transform of both operands of each product."""
     linear: str | None = None
     """Backend of linear layers, such as ``fp8_block_native``; by default the emulation. One that does not fit a layer is an error."""
+    emulate: bool = True
+    """False leaves every place high that no native backend on this device computes, and says why: what is low is fast then."""
     telemetry: bool = False
     """Write largest value, error, saturation and underflow of the operands of linear layers to ``precision.jsonl`` at logging steps."""
     guard: GuardOptions | None = None

@@ -4,6 +4,7 @@ A rung says what it changes as ``--set`` words. One that cannot be on this machi
 the rungs above. Nothing falls back in silence: what a rung promises is looked up in the kernels that the composed model would be bound to.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -66,8 +67,10 @@ def _no_balance(run: Run) -> list[str]:
 
 
 def _nothing_low(run: Run) -> list[str]:
-    low = any("fp8" in decision.format for decision in run.decisions)
-    return [] if low else [f"{run.config.precision.recipe} lowers none of this model's layers: they are too small"]
+    if any("fp8" in decision.format for decision in run.decisions):
+        return []
+    told = Counter(d.reason for d in run.decisions if "emulate" in d.reason)
+    return [f"none of the model's layers: {'; '.join(reason for reason, _ in told.most_common(2)) or 'they are too small'}"]
 
 
 RUNGS = (
@@ -102,9 +105,8 @@ RUNGS = (
     Rung(name="overlapped", summary="data read and ids sent while a step computes", changes=("train.ahead=true",), options=("workers=2",)),
     Rung(
         name="fp8",
-        summary="large linear layers and attention in FP8",
-        # to a compiler, emulated formats are long chains of small steps
-        changes=("precision.recipe=fp8_block", "precision.options={}", "compile.blocks=off"),
+        summary="linear layers in FP8 where native kernels compute it",
+        changes=("precision.recipe=fp8_block", "precision.options={emulate = false}"),
         cannot=_nothing_low,
     ),
 )
@@ -112,12 +114,11 @@ RUNGS = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Placed:
-    """A rung on this machine: its configuration, or the reasons why it cannot be; and what a reader of its figures must know."""
+    """A rung on this machine: its configuration, or the reasons why it cannot be."""
 
     rung: Rung
     loaded: LoadedConfig
     reasons: tuple[str, ...] = ()
-    note: str = ""
 
 
 def rungs_named(names: Sequence[str]) -> tuple[Rung, ...]:
@@ -166,6 +167,4 @@ def _place(rung: Rung, loaded: LoadedConfig) -> Placed:
         run = preview(loaded)
     except GemError as error:
         return Placed(rung=rung, loaded=loaded, reasons=(f"{error.asked}: {error.so}",))
-    emulated = any("emulated" in said for said in (*(d.reason for d in run.decisions), *(choice.backend for choice in run.choices)))
-    note = "emulated: its time says nothing of FP8's speed" if emulated else ""
-    return Placed(rung=rung, loaded=loaded, reasons=tuple(rung.cannot(run)), note=note)
+    return Placed(rung=rung, loaded=loaded, reasons=tuple(rung.cannot(run)))

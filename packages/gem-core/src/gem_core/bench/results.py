@@ -41,8 +41,6 @@ def check_columns(path: Path) -> None:
 def draw(rows: Sequence[Row], path: Path) -> None:
     """Draw the rungs that were measured: samples a second with the factor over the first, and MFU beside HFU.
 
-    Emulated ones are hatched and have no factor.
-
     Args:
         rows: of one recipe on one machine, in the order of the ladder.
         path: its ending says in which format; ``.svg`` files of the same rows are the same.
@@ -71,14 +69,12 @@ def draw(rows: Sequence[Row], path: Path) -> None:
 def _bars(drawn: Sequence[Row], rates: Any, shares: Any) -> None:
     """A rung a line, the first on top."""
     places = range(len(drawn))
-    look: dict[str, Any] = {"hatch": ["//" if row.get("note") else "" for row in drawn], "edgecolor": "white"}
     speeds = [row["samples_per_s"] for row in drawn]
-    factors = ["emulated" if row.get("note") else f"{row['samples_per_s'] / speeds[0]:.2f}x" for row in drawn]
-    labels = [f"{speed:,.0f}  ({factor})" for speed, factor in zip(speeds, factors, strict=True)]
-    rates.bar_label(rates.barh(places, speeds, color=_BAR, **look), labels, padding=4, color=_INK, fontsize=8)
+    labels = [f"{speed:,.0f}  ({speed / speeds[0]:.2f}x)" for speed in speeds]
+    rates.bar_label(rates.barh(places, speeds, color=_BAR), labels, padding=4, color=_INK, fontsize=8)
     rates.set_xlim(0, 1.35 * max(speeds))
     for name, column, shift, colour in (("MFU", "mfu_bf16", -0.2, _BAR), ("HFU", "hfu", 0.2, _SECOND)):
-        shares.barh([place + shift for place in places], [100 * row[column] for row in drawn], 0.4, color=colour, label=name, **look)
+        shares.barh([place + shift for place in places], [100 * row[column] for row in drawn], 0.4, color=colour, label=name)
     rates.set_yticks(places, [row["rung"] for row in drawn])
     rates.invert_yaxis()
     shares.legend(frameon=False, fontsize=8, labelcolor=_INK)

@@ -81,7 +81,7 @@ def _row(placed: "Placed", *, steps: int, warmup: int) -> tuple[dict[str, Any], 
         told = _progress(placed.rung.name, steps + warmup)
         run = compose(placed.loaded)
         try:
-            return {**about, **measure_steps(run, steps=steps, warmup=warmup, told=told).row(), "note": placed.note}, False
+            return {**about, **measure_steps(run, steps=steps, warmup=warmup, told=told).row(), "note": ""}, False
         finally:
             run.close()
             del run

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from gem_core.spec import KernelUnavailable, PrecisionDecision, RequestError
-from gem_precision.backends import Device, LinearBackend, LinearShape, find_backend, require
+from gem_precision.backends import Device, LinearBackend, LinearShape, backends_of, find_backend, require
 from gem_precision.grouped import token_linear
 from gem_precision.linear import LinearRule, LowForward, emulated_linear, lower, rule_of
 from gem_precision.options import GuardOptions, RampOptions
@@ -153,6 +153,7 @@ class LowPrecision(LowSites):
         stochastic: round output gradients of linear layers stochastically.
         hadamard: turn the operands of linear layers by a random Hadamard transform first.
         linear: name of the backend of linear layers (``gem_precision.backends``); None for the emulation.
+        emulate: whether places that no native backend computes are emulated; otherwise they stay high.
     """
 
     def __init__(
@@ -167,6 +168,7 @@ class LowPrecision(LowSites):
         stochastic: bool = False,
         hadamard: bool = False,
         linear: str | None = None,
+        emulate: bool = True,
         telemetry: bool = False,
         guard: GuardOptions | None = None,
         ramp: RampOptions | None = None,
@@ -190,9 +192,38 @@ class LowPrecision(LowSites):
         low = rule.weight_grad if weight_grad is None else weight_grad == "low"
         self._backend = None if linear is None else find_backend(linear, preset)
         self._rule = replace(rule, weight_grad=low, stochastic=stochastic, hadamard=1 if hadamard else None)
+        if not emulate and (stochastic or hadamard or not low):
+            so = "native backends round to nearest, turn nothing and have low weight gradients"
+            raise RequestError("precision.options.emulate = false", so, "Leave stochastic, hadamard and weight_grad alone, or let emulate be true.")
+        self._emulate = emulate
+        self._device: Device | None = None
 
-    def choose(self, site: Site) -> Lowering:
-        return Lowering(self._name, self._rule, self._name, self._backend)
+    def prepare(self, model: Any, device_type: str) -> Sequence[PrecisionDecision]:
+        """As ``LowSites`` has it."""
+        self._device = Device.here(device_type)
+        return super().prepare(model, device_type)
+
+    def choose(self, site: Site) -> Lowering | str:
+        layer = site.module if site.slot is None and isinstance(site.module, nn.Linear) else None
+        if self._emulate or (layer is not None and self._backend is not None):
+            return Lowering(self._name, self._rule, self._name, self._backend)
+        if layer is None:
+            return "precision.options.emulate is off, and nothing computes it natively"
+        found = self._native(layer)
+        return found if isinstance(found, str) else Lowering(self._name, self._rule, self._name, found)
+
+    def _native(self, layer: nn.Linear) -> LinearBackend | str:
+        """The first native backend that fits a layer here, or why there is none."""
+        assert self._device is not None
+        shape = LinearShape(inputs=layer.in_features, outputs=layer.out_features)
+        reasons = []
+        for backend in backends_of(self._name):
+            if not backend.emulated:
+                found = backend.why_not_unasked(self._device, shape)
+                if not found:
+                    return backend
+                reasons.append(f"{backend.name}: {', '.join(found)}")
+        return f"precision.options.emulate is off, and no backend fits: {'; '.join(reasons) or 'there is no native one'}"
 
 
 def _lowered(site: Site, how: Lowering, device_type: str) -> PrecisionDecision:

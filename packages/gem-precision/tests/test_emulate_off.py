@@ -1,0 +1,65 @@
+"""``emulate = false``: what nothing computes natively on the device stays high, and says why."""
+
+from dataclasses import replace
+
+import pytest
+from torch import nn
+
+from gem_core.spec import RequestError
+from gem_precision import backends
+from gem_precision.linear import rule_of
+from gem_precision.recipes.low_precision import fp8_block, fp8_rowwise
+
+
+def model() -> nn.Module:
+    return nn.ModuleDict({"body": nn.Linear(128, 256), "odd": nn.Linear(130, 256)})
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device is an H200 to whoever asks."""
+    monkeypatch.setattr(backends.Device, "here", classmethod(lambda cls, device_type: cls(type="cuda", name="NVIDIA H200", arch=90)))
+    monkeypatch.setattr("gem_precision.native.find_spec", lambda name: object())
+
+
+def measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backends, "BACKENDS", tuple(replace(backend, measured=True) for backend in backends.BACKENDS))
+
+
+def test_on_a_cpu_nothing_is_low() -> None:
+    net = model()
+    decisions = {d.module: d for d in fp8_block(emulate=False, islands=()).prepare(net, "cpu")}
+    assert all(rule_of(module) is None for module in net.modules())
+    assert "its products need the FP8 tensor cores" in decisions["body"].reason
+    assert decisions["body"].format == "fp32"
+
+
+def test_a_layer_that_fits_is_native_and_the_other_stays(hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured(monkeypatch)
+    net = model()
+    decisions = {d.module: d for d in fp8_block(emulate=False, islands=()).prepare(net, "cuda")}
+    assert "by 'fp8_block_native'" in decisions["body"].reason
+    assert rule_of(net["body"]) is not None
+    assert "130 inputs are no multiple of 128" in decisions["odd"].reason
+    assert rule_of(net["odd"]) is None
+
+
+@pytest.mark.parametrize("taken", [False, True])
+def test_what_nobody_has_measured_is_taken_only_when_asked_for(hopper: None, monkeypatch: pytest.MonkeyPatch, taken: bool) -> None:
+    monkeypatch.setattr(backends, "BACKENDS", tuple(replace(backend, measured=backend.emulated) for backend in backends.BACKENDS))
+    monkeypatch.setenv("GEM_UNMEASURED", "1" if taken else "0")
+    net = model()
+    decisions = {d.module: d for d in fp8_block(emulate=False, islands=()).prepare(net, "cuda")}
+    assert (rule_of(net["body"]) is not None) is taken
+    assert ("nobody has measured it yet" in decisions["body"].reason) is not taken
+
+
+def test_a_recipe_without_a_native_backend_says_so() -> None:
+    decisions = {d.module: d for d in fp8_rowwise(emulate=False, islands=()).prepare(model(), "cpu")}
+    assert "there is no native one" in decisions["body"].reason
+
+
+@pytest.mark.parametrize("options", [{"stochastic": True}, {"hadamard": True}, {"weight_grad": "high"}])
+def test_what_no_native_backend_does_is_refused(options: dict[str, object]) -> None:
+    with pytest.raises(RequestError, match="native backends round to nearest"):
+        fp8_block(emulate=False, **options)
