@@ -1,5 +1,7 @@
-"""Facts of a model for cost models: FLOPs and parameters add up, saved activations are counted once, and nothing of the model is changed."""
+"""Facts of a model for cost models: FLOPs and parameters add up, saved activations are counted once, and shapes tell what numbers would."""
 
+import resource
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -11,6 +13,8 @@ from gem_core.builtin.precision import Fp32
 from gem_core.cli import plan_facts
 from gem_core.cli.plan_facts import blocks_of, few_rows, flops_of, looked_up, model_facts, saved_bytes, variation
 from gem_core.config.load import load_config
+from gem_core.model.gem import GemModel
+from gem_core.ops.products import linear_flops
 from gem_core.plugins import host
 from gem_core.spec import RequestError, TableSpec
 
@@ -75,14 +79,29 @@ def test_facts_add_up(sets: list[str]) -> None:
         assert block.expert_numbers == (experts[0].tokens_in * layer.ensemble.dim, experts[0].tokens_out * layer.ensemble.dim)
 
 
-def test_counting_leaves_the_model_as_it_was() -> None:
-    loaded = load_config("toy")
-    source = host().build("data_sources", loaded.config.data.source, loaded.config.data.options)
-    model: Any = host().build("models", "gem", loaded.config.model.options, source.schema())
-    batch = few_rows(source, 1)
-    first, again = (flops_of(model, blocks_of(model), batch) for _ in range(2))
-    assert first == again
-    assert all("flops" not in vars(block) for block in blocks_of(model).values())
+def test_flops_by_block_are_what_the_blocks_count() -> None:
+    """A product belongs to the block that it lies in; what the model counts on top of its layers is of no block."""
+
+    class More(Chain):
+        def flops(self, batch: Any) -> int:
+            return linear_flops(self.layers[0], 3) + linear_flops(self.layers[1][0], 5) + linear_flops(self.head, 7) + 1000  # type: ignore
+
+    model = More()
+    counted = flops_of(model, blocks_of(model), batch_of([]))
+    assert +counted == {"layers.0": 2 * 3 * 4 * 6, "layers.1": 2 * 5 * 6 * 6, "rest": 2 * 7 * 6 + 1000}
+
+
+def test_blocks_with_names_that_begin_alike_are_told_apart() -> None:
+    class Many(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(1, 1) for _ in range(11))
+
+        def flops(self, batch: Any) -> int:
+            return linear_flops(self.layers[10], 3)  # type: ignore[arg-type]
+
+    model = Many()
+    assert +flops_of(model, blocks_of(model), batch_of([])) == {"layers.10": 6}
 
 
 def test_numbers_of_the_compute_dtype_are_narrower() -> None:
@@ -94,9 +113,10 @@ def test_numbers_of_the_compute_dtype_are_narrower() -> None:
 
 def _facts_of(sets: list[str], device: str = "cpu") -> Any:
     loaded = load_config("toy", sets)
-    source = host().build("data_sources", loaded.config.data.source, loaded.config.data.options)
-    model: Any = host().load("models", "gem")
-    return model_facts(loaded, source, model.tables(source.schema(), host().options("models", "gem", loaded.config.model.options)), device)
+    config = loaded.config
+    source = host().build("data_sources", config.data.source, config.data.options)
+    model: Any = host().load("models", config.model.name)
+    return model_facts(loaded, source, model.tables(source.schema(), host().options("models", config.model.name, config.model.options)), device)
 
 
 def test_a_recipe_is_prepared_for_the_planned_device_before_it_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,9 +132,47 @@ def test_a_batch_larger_than_the_data_is_measured_on_few_rows() -> None:
     assert _facts_of(["data.batch_size=1000000"]) == _facts_of([])
 
 
-def test_a_model_too_large_to_be_built_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan_facts, "MOST_PARAMETERS", 100)
-    with pytest.raises(RequestError, match=r"parameters, and its activations are measured by a forward pass of at most 100"):
+GEM = 'model.options={dim = 8, tokens = 6, x_sum = 3, layers = 2, dropout = 0.1, experts = [{kind = "wukong", rank = 4}, {kind = "deep"}]'
+HSTU = ["model.name=hstu"]
+CONFIGURATIONS = {
+    "toy": [],
+    "experts": [EXPERTS, "model.options.layers=2", "model.options.dropout=0.1"],
+    "quickstart": [GEM + ", sequence = {dim = 8, heads = 2, queries = 2, seeds = 2, keys_per_token = 1}, head = {numbers = true}}"],
+    "block": [GEM + ', sequence = {dim = 8, heads = 2, pffn = "fused", attention = "block", block = 4, pooled_tokens = 3}}'],
+    "sdpa": ['kernels.prefer=["sdpa", "reference"]'],
+    "padded": ['kernels.prefer=["padded", "reference"]'],
+    "bucketed": ['kernels.prefer=["bucketed", "reference"]'],
+    "hstu": HSTU,
+    "hstu causal": [*HSTU, "model.options={context = 'causal', bias = 'none', layers = 2}"],
+    "hstu window": [*HSTU, "model.options={window = 3}"],
+    "dlrm": ["model.name=dlrm"],
+}
+
+
+@pytest.mark.parametrize("sets", CONFIGURATIONS.values(), ids=CONFIGURATIONS)
+def test_shapes_leave_what_numbers_leave(sets: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """All facts are those of a forward pass of real tensors, to the byte."""
+    shapes = _facts_of(sets)
+    monkeypatch.setattr(plan_facts, "ShapesOnly", lambda asked: nullcontext())
+    assert shapes == _facts_of(sets)
+    assert any(block.saved for block in shapes.blocks)
+
+
+def test_no_memory_is_taken_for_weights_and_activations() -> None:
+    """Of two thousand million parameters, on a machine that need not hold them."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    facts = _facts_of(["model.options={layers = 1, dim = 1024, experts = [{kind = 'deep', hidden = [65536]}]}"])
+    assert sum(block.parameters for block in facts.blocks) > 2e9
+    assert sum(block.saved for block in facts.blocks) * plan_facts.MEASURED_ROWS > 1e7
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1_000_000  # KiB
+
+
+def test_a_model_that_looks_at_numbers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def look(self: Any, batch: Batch, embedded: dict[str, Tensor]) -> Any:
+        return next(iter(embedded.values())).sum().item()
+
+    monkeypatch.setattr(GemModel, "forward", look)
+    with pytest.raises(RequestError, match=r"a step of this model: aten._local_scalar_dense.* cannot be followed by shapes alone"):
         _facts_of([])
 
 

@@ -1,9 +1,8 @@
-"""What a cost model knows of a model: parameters, exact FLOPs and saved activations by block, measured with one forward pass of a few rows."""
+"""What a cost model knows of a model: parameters, exact FLOPs and saved activations by block, from the shapes of one forward pass of a few rows."""
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,15 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from gem_core.batch import Batch, Jagged
+from gem_core.bench.flops import layer_flops
+from gem_core.cli.plan_shapes import ShapesOnly
 from gem_core.config.load import LoadedConfig
 from gem_core.model.experts import Ensemble
 from gem_core.ops.slot import bind_kernels
 from gem_core.plugins.manager import host
 from gem_core.select.policy import policy_scope
-from gem_core.spec import BlockFacts, ModelFacts, RequestError, Source, TableSpec
+from gem_core.spec import BlockFacts, ModelFacts, Source, TableSpec
 
-MOST_PARAMETERS = 1_000_000_000
-"""Of a dense part that is built here for its forward pass: 4 GB."""
 MEASURED_ROWS = 32
 REST = "rest"
 WIDTHS = {"fp32": 4, "fp64": 8, "bf16": 2, "fp16": 2}
@@ -28,28 +27,25 @@ WIDTHS = {"fp32": 4, "fp64": 8, "bf16": 2, "fp16": 2}
 def model_facts(loaded: LoadedConfig, source: Source, tables: Sequence[TableSpec], device: str) -> ModelFacts:
     """Facts of the configured model on some of its training rows, for a run on ``device`` devices (``cpu`` or ``cuda``).
 
-    Saved activations are what the CPU's kernels leave for backward, in the width of the compute dtype: a fused kernel of a GPU leaves less.
+    Saved activations are what the CPU's kernels leave for backward, in the width of the compute dtype: a fused kernel of a GPU leaves less. They
+    are added up from shapes: no weight is held and no product computed.
 
     Raises:
-        RequestError: the dense part is too large to be built here.
+        RequestError: the model's forward pass needs more than shapes.
     """
     config = loaded.config
     precision = host().build("precision_recipes", config.precision.recipe, config.precision.options)
     with torch.device("meta"):
         shapes = _built(loaded, source)
-    numbers = sum(p.numel() for p in shapes.parameters())
-    if numbers > MOST_PARAMETERS:
-        so = f"it has {numbers:,} parameters, and its activations are measured by a forward pass of at most {MOST_PARAMETERS:,}"
-        raise RequestError("a step of this model", so, "Plan a narrower or shallower model.")
     precision.prepare(shapes, device)
     dtype = precision.compute_dtype()
-    model = _built(loaded, source)
     batch = few_rows(source, config.run.seed)
-    blocks = blocks_of(model)
-    flops = flops_of(model, blocks, batch)
-    with policy_scope(replace(loaded.kernel_policy(), on_reference="allow")):
+    with policy_scope(replace(loaded.kernel_policy(), on_reference="allow")), ShapesOnly("a step of this model"):
+        model = _built(loaded, source)
+        blocks = blocks_of(model)
         bind_kernels(model, device="cpu", dtype="fp32", arch=None, backward=True)
         saved = saved_bytes(model, blocks, batch, looked_up(tables, batch), WIDTHS.get(dtype, 4))
+    flops = flops_of(model, blocks, batch)
     facts = [_facts(name, block, model, blocks, flops, saved, batch.rows) for name, block in {REST: model, **blocks}.items()]
     return ModelFacts(blocks=tuple(facts), dtype=dtype, row_cv=variation(model, batch))
 
@@ -71,37 +67,14 @@ def blocks_of(model: nn.Module) -> dict[str, nn.Module]:
     return {name: block for name, block in entries.items() if any(True for _ in block.parameters())}
 
 
-def flops_of(model: Any, blocks: dict[str, nn.Module], batch: Batch) -> Counter[str]:
-    """Forward model FLOPs by block, experts apart under ``NAME/experts``; blocks that count none of their own are in ``rest``."""
+def flops_of(model: nn.Module, blocks: dict[str, nn.Module], batch: Batch) -> Counter[str]:
+    """Forward model FLOPs by block, experts apart under ``NAME/experts``; what is counted outside of all blocks is in ``rest``."""
     counted: Counter[str] = Counter()
-    with _recorded(blocks, counted):
-        whole = int(model.flops(batch))
+    for layer in layer_flops(model, batch):
+        counted[next((name for name in blocks if f"{layer.name}.".startswith(f"{name}.")), REST)] += layer.forward
     for name, block in blocks.items():
         counted[f"{name}/experts"] = sum(expert.flops(batch.rows) for part in ensembles_of(block) for expert in part.experts)
-    counted[REST] = whole - sum(counted[name] for name in blocks)
     return counted
-
-
-@contextmanager
-def _recorded(modules: dict[str, nn.Module], counted: Counter[str]) -> Iterator[None]:
-    """Add up what each module's ``flops`` returns while the block runs."""
-
-    def recording(name: str, count: Callable[..., int]) -> Callable[..., int]:
-        def flops(*args: Any) -> int:
-            found = count(*args)
-            counted[name] += int(found)
-            return found
-
-        return flops
-
-    counting = {name: module for name, module in modules.items() if hasattr(module, "flops")}
-    for name, module in counting.items():
-        module.flops = recording(name, module.flops)  # type: ignore[assignment, arg-type]
-    try:
-        yield
-    finally:
-        for module in counting.values():
-            del module.flops
 
 
 def looked_up(tables: Sequence[TableSpec], batch: Batch) -> dict[str, Tensor]:
@@ -117,15 +90,14 @@ def looked_up(tables: Sequence[TableSpec], batch: Batch) -> dict[str, Tensor]:
 def saved_bytes(model: nn.Module, blocks: dict[str, nn.Module], batch: Batch, embedded: dict[str, Tensor], width: int) -> Counter[str]:
     """Bytes that a forward pass leaves for backward, by block: every storage once, parameters not, floating-point numbers ``width`` bytes wide."""
     saved: Counter[str] = Counter()
-    seen = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    seen = {_identity(parameter) for parameter in model.parameters()}
     kept, inside = [], [REST]
 
     def pack(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in seen:
-            seen.add(storage.data_ptr())
-            kept.append(tensor)  # while it is kept no other storage can have its address
-            numbers = storage.nbytes() // tensor.element_size()
+        if _identity(tensor) not in seen:
+            seen.add(_identity(tensor))
+            kept.append(tensor)  # while it is kept no other storage can have its identity
+            numbers = tensor.untyped_storage().nbytes() // tensor.element_size()
             saved[inside[-1]] += numbers * (width if tensor.is_floating_point() else tensor.element_size())
         return tensor
 
@@ -140,6 +112,11 @@ def saved_bytes(model: nn.Module, blocks: dict[str, nn.Module], batch: Batch, em
         for handle in handles:
             handle.remove()
     return saved
+
+
+def _identity(tensor: Tensor) -> int:
+    """Of its storage; ``data_ptr`` is 0 for all that hold no numbers."""
+    return int(tensor.untyped_storage()._cdata)
 
 
 def ensembles_of(block: nn.Module) -> list[Any]:
