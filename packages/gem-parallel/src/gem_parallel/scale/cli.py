@@ -38,7 +38,7 @@ def scale(
     scaling: Annotated[Literal["strong", "weak"], typer.Option(help="strong: one global batch for all; weak: it grows with the ranks.")] = "strong",
     device: Annotated[Literal["cuda", "cpu"], typer.Option(help="cpu: ranks are processes that share the cores, over gloo.")] = "cuda",
     overrides: Annotated[list[str] | None, typer.Option("--set", help="PATH=VALUE for all runs; may be repeated.")] = None,
-    predict: Annotated[bool, typer.Option(help="Ask the cost model for each run; a large model takes minutes and host memory.")] = True,
+    predict: Annotated[bool, typer.Option(help="Ask the cost model for each run; it takes seconds a row.")] = True,
     machine: Annotated[str | None, typer.Option(help="Predict for this described machine, not the one at hand.")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder of all runs; what is finished there is kept. Default: runs/scale-RECIPE.")] = None,
     csv_file: Annotated[Path | None, typer.Option("--csv", help="Write the results to this file.")] = None,
