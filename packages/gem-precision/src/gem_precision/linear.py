@@ -66,6 +66,7 @@ class LowForward:
         self.held = HeldWeight(rule.weights, rule.hadamard, tuple(self.module.weight.shape))
         self.watch: Watch | None = None
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, x: Tensor) -> Tensor:
         flat, watch = x.reshape(-1, x.shape[-1]), self.watch if self.module.training else None
         self.held.begin()

@@ -124,6 +124,7 @@ class LowKernel:
         """The same for one layer alone."""
         return LowKernel(self._rule, self._reference, held)
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, *args: Any, **options: Any) -> Any:
         with LowProducts(self._rule, self._held):
             return self._reference(*args, **options)

@@ -56,6 +56,7 @@ class SwitchedForward(LowForward):
         vars(self).update(vars(low))
         self.switch = switch
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, x: Tensor) -> Tensor:
         out: Tensor = self.switch(super().__call__, self._as_the_class_has_it, x)
         return out
@@ -70,6 +71,7 @@ class SwitchedKernel:
     def __init__(self, op: str, low: Callable[..., Any], switch: Switch) -> None:
         self._op, self._low, self._switch = op, low, switch
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, *args: Any, **options: Any) -> Any:
         return self._switch(self._low, getattr(gem_core.ops, self._op), *args, **options)
 

@@ -81,11 +81,10 @@ class SeedPooling(nn.Module):
             asked = torch.cat([*shared, mine], dim=1)
         q, k, v = together(asked, key, value)  # type: ignore[arg-type]
         found = self.slot(q, k, v, events.offsets, max_k=events.max_length).flatten(2)
-        parts = []
-        if self.fold is not None:
-            parts.append(self.norm(self.fold(found[:, : self.seed_count])))
+        # no calls of layers inside those of `append`: where a layer cuts a compiled block, the bound method would be compiled for at each call
+        parts = [] if self.fold is None else [self.norm(self.fold(found[:, : self.seed_count]))]
         if self.queries:
-            parts.append(self.found(found[:, self.seed_count :], queries))
+            parts += [self.found(found[:, self.seed_count :], queries)]
         return torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
 
     def flops(self, lengths: Lengths) -> int:

@@ -152,11 +152,12 @@ class EventTokens(nn.Module):
         sizes |= {f"{name}.{f.name}": batch.event_dense[f"{name}.{f.name}"].shape[0] for f in self.group.dense}
         if self.group.time:
             sizes[f"{name}.time"] = batch.event_time[name].shape[0]
-        if len(set(sizes.values())) != 1:
+        first, *others = sizes.values()
+        if any(size != first for size in others):  # a set would need each number itself, and a compiled block a compilation for each
             raise RequestError(
                 f"sequence group {name!r}", f"its columns hold different numbers of events: {sizes}", "Every event has a value in each column."
             )
-        return next(iter(sizes.values()))
+        return first
 
     def flops(self, events: int) -> int:
         return 0 if self.project is None else self.project.flops(events, input_gradient=bool(self.group.ids))

@@ -4,10 +4,14 @@ A block is an entry of the model's list ``layers``. It is compiled as it stands 
 checkpoints go from compiled runs to others. Batches differ in their number of events: torch compiles for the first one's sizes, then again for any
 size (``dynamic = "auto"``). The longest row is a plain number to kernels, for each of which torch would compile anew: the schema's stands in its
 place. More compilations of a block than ``compile.recompiles`` end the run, where torch would go on without compiling and say nothing.
+
+What is kept from the compiler (``torch.compiler.disable``), as low-precision layers are, cuts a block: what stands between the cuts is compiled piece
+by piece, for the same kinds of input.
 """
 
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -16,6 +20,7 @@ from torch import nn
 
 from gem_core.batch import Batch
 from gem_core.config.schema import CompileSection
+from gem_core.ops.slot import kernel_slots
 from gem_core.spec import DataSchema, RequestError, RunFailed
 
 BACKEND = "inductor"
@@ -73,6 +78,22 @@ def bounded(batch: Batch, schema: DataSchema) -> Batch:
     return replace(batch, event_offsets=spans)
 
 
+def sharing(found: Sequence[nn.Module]) -> int:
+    """The most parts of ``found`` that run one function, by which torch counts compilations: the blocks, and where these are cut also the modules of
+    one class or the kernel slots inside, which are then compiled on their own.
+    """
+    parts = [part for block in found for part in block.modules()]
+    slots = [slot for block in found for slot in kernel_slots(block)]
+    if not any(map(_kept_out, [*(part.forward for part in parts), *(slot._kernel for slot in slots)])):
+        return len(found)
+    return max(*Counter(map(type, parts)).values(), len(slots))
+
+
+def _kept_out(function: Any) -> bool:
+    """Whether the compiler does not look into a function, or into an object that is called as one."""
+    return any(getattr(each, "_torchdynamo_disable", False) for each in (function, type(function).__call__))
+
+
 @contextmanager
 def compiled_blocks(model: nn.Module, options: CompileSection, schema: DataSchema) -> Iterator[Compiled]:
     """Compile the blocks of ``model``; they are when they first run. The limit on compilations holds for the process while this is open."""
@@ -81,7 +102,7 @@ def compiled_blocks(model: nn.Module, options: CompileSection, schema: DataSchem
     found, compiled = blocks(model), Compiled()
     for block in found:
         block.compile(backend=BACKEND, mode=options.blocks, dynamic=True if options.dynamic == "always" else None)
-    limit = options.recompiles * len(found)  # torch counts by function, which blocks of one kind share
+    limit = options.recompiles * sharing(found)
     patch: Any = config.patch
     hook = model.register_forward_pre_hook(lambda module, inputs: (bounded(inputs[0], schema), *inputs[1:]))
     try:
