@@ -73,7 +73,9 @@ class LowForward:
         with torch.autocast(x.device.type, enabled=False):
             out = self.multiply(flat, self.module.weight, self.rule, self.held, watch)
             out = out.reshape(*x.shape[:-1], out.shape[-1])
-            out = out if self.module.bias is None else out + self.module.bias.to(out.dtype)  # a float32 bias would widen it
+            bias = self.module.bias
+            if bias is not None:
+                out = out + bias if out.dtype == bias.dtype else _AddBias.apply(out, bias)  # type: ignore[no-untyped-call]
         return out.to(_asked_dtype(x))
 
 
@@ -81,6 +83,20 @@ def emulated_linear(x: Tensor, weight: Tensor, rule: LinearRule, held: HeldWeigh
     """``x weight^T`` under a rule, by exact emulation: ``[..., rows, in]`` and ``[..., out, in]`` to ``[..., rows, out]`` float32."""
     out: Tensor = _Linear.apply(x, weight, rule, held, watch)  # type: ignore[no-untyped-call]
     return out
+
+
+class _AddBias(torch.autograd.Function):
+    """``[..., out]`` in 16 bits plus a float32 bias ``[out]``, which would widen it; the bias's gradient is summed in float32."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, bias: Tensor) -> Tensor:
+        ctx.dtype = bias.dtype
+        return out + bias.to(out.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        return grad, grad.flatten(0, -2).sum(0, dtype=ctx.dtype)
 
 
 def low_linear(x: Tensor, weight: Tensor, rule: LinearRule, held: HeldWeight | None = None) -> Tensor:
