@@ -61,6 +61,13 @@ def test_large_integer_tensors_are_shapes(monkeypatch: pytest.MonkeyPatch, more:
     assert seen.dtype == torch.bool
 
 
+def test_large_integer_results_are_not_computed_on_the_way() -> None:
+    i = torch.arange(2**20)
+    with ShapesOnly("this"):
+        distance = i[:, None] - i  # 8 TB
+    assert distance.shape == (2**20, 2**20)
+
+
 def test_what_is_real_before_stays_real_and_unchanged_by_shapes() -> None:
     x = torch.arange(4.0)
     with ShapesOnly("this"):
@@ -80,15 +87,21 @@ def opaque(x: Tensor) -> Tensor:
     ("call", "named"),
     [
         (lambda x: float(x.sum()), "_local_scalar_dense"),
-        (lambda x: x[x > 0], "aten.index.Tensor"),
+        (lambda x: x[x > 0], "aten.(index|nonzero)"),
         (lambda x: torch.unique(x), "_unique2"),
-        (opaque, "gem_test.opaque.* no fake impl"),
-        (lambda x: x @ torch.randn(5, 5), "aten.mm"),
+        (opaque, "no fake impl registered for .*gem_test::opaque"),
+        (lambda x: x.numpy(), "numpy"),
+        (lambda x: x @ torch.randn(5, 5), "same reduction dim"),
     ],
 )
 def test_what_needs_numbers_is_refused_by_name(call: Callable[[Tensor], Any], named: str) -> None:
-    with pytest.raises(RequestError, match=f"this: .*{named}"), ShapesOnly("this"):
+    with pytest.raises(RequestError, match=f"this: the forward pass cannot be followed by shapes alone: .*{named}"), ShapesOnly("this"):
         call(torch.randn(3, 3))
+
+
+def test_other_errors_are_as_they_are() -> None:
+    with pytest.raises(KeyError), ShapesOnly("this"):
+        {}["missing"]
 
 
 def test_an_operator_without_shapes_runs_on_integers() -> None:

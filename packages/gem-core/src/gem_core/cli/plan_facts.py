@@ -31,7 +31,7 @@ def model_facts(loaded: LoadedConfig, source: Source, tables: Sequence[TableSpec
     are added up from shapes: no weight is held and no product computed.
 
     Raises:
-        RequestError: the model's forward pass needs more than shapes.
+        RequestError: the model's forward pass needs more than shapes, or its layers count more FLOPs than the model.
     """
     config = loaded.config
     precision = host().build("precision_recipes", config.precision.recipe, config.precision.options)
@@ -68,7 +68,7 @@ def blocks_of(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def flops_of(model: nn.Module, blocks: dict[str, nn.Module], batch: Batch) -> Counter[str]:
-    """Forward model FLOPs by block, experts apart under ``NAME/experts``; what is counted outside of all blocks is in ``rest``."""
+    """Forward model FLOPs by block, experts apart under ``NAME/experts``; what is not counted by layer within a block is in ``rest``."""
     counted: Counter[str] = Counter()
     for layer in layer_flops(model, batch):
         counted[next((name for name in blocks if f"{layer.name}.".startswith(f"{name}.")), REST)] += layer.forward

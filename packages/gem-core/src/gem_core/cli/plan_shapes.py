@@ -41,15 +41,21 @@ class ShapesOnly(TorchDispatchMode):
         try:
             with self.fake:
                 shape = func(*self._shapes(args), **self._shapes(kwargs))
-        except RuntimeError as error:  # values are asked for, or an operator says nothing of its shapes
+        except RuntimeError:  # numbers are asked for, or an operator says nothing of its shapes
             if real:
                 return func(*args, **kwargs)
-            so = f"{func} in the model's forward pass cannot be followed by shapes alone: {str(error).splitlines()[0]}"
-            do = "Let shapes in the model depend on the lengths of its inputs alone, and give custom operators a register_fake."
-            raise RequestError(self.asked, so, do) from error
+            raise
         if real and not any(isinstance(leaf, Tensor) and _stays_shape(leaf, new=not given) for leaf in tree_leaves(shape)):
             return func(*args, **kwargs)
         return shape
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        super().__exit__(kind, error, traceback)  # type: ignore[no-untyped-call]
+        if isinstance(error, RuntimeError):
+            first, *_ = str(error).split("\n")
+            so = f"the forward pass cannot be followed by shapes alone: {first}"
+            do = "Let shapes in the model depend on the lengths of its inputs alone, and give custom operators a register_fake."
+            raise RequestError(self.asked, so, do) from error
 
     def _shapes(self, tree: Any) -> Any:
         return tree_map_only(Tensor, lambda tensor: tensor if isinstance(tensor, FakeTensor) else self.fake.from_tensor(tensor), tree)
