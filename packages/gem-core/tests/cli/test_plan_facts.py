@@ -53,6 +53,18 @@ def test_a_kept_tensor_counts_where_it_is_first_kept() -> None:
     assert list(blocks_of(model)) == ["layers.0", "layers.1"]
 
 
+def test_a_storage_in_the_place_of_a_freed_one_counts_too() -> None:
+    class Dropping(Chain):
+        def forward(self, batch: Any, embedded: dict[str, Tensor]) -> Tensor:
+            for _ in range(8):
+                (embedded["x"] + 1).square()  # the sum is kept for backward, and freed at once with the graph
+            return embedded["x"]
+
+    rows = 5
+    for leaf in (torch.zeros(rows, 4, requires_grad=True), torch.zeros(rows, 4, requires_grad=True, device="meta")):
+        assert saved_bytes(Dropping(), {}, None, {"x": leaf}, 4) == {"rest": 8 * rows * 4 * 4}  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("sets", [[], [EXPERTS, "model.options.layers=2"]])
 def test_facts_add_up(sets: list[str]) -> None:
     loaded = load_config("toy", sets)
