@@ -4,6 +4,7 @@ import math
 from dataclasses import replace
 from itertools import pairwise
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -156,6 +157,21 @@ class TestEventTokens:
         batch = kit.make_batch(kit.SCHEMAS["one_group"], [[3]])
         with pytest.raises(RequestError, match=r"'clicks.item': 2, 'clicks.shop': 3"):
             self.make(kit)(batch, {"clicks.item": torch.randn(2, 8), "clicks.shop": torch.randn(3, 8)})
+
+    def test_batches_of_other_sizes_are_compiled_for_once(self, kit: ModuleType) -> None:
+        """Once for the first number of events and once for any; a size that is hashed would be compiled for by itself."""
+        layer, graphs = self.make(kit), []
+
+        def kept(module: Any, inputs: Any) -> Any:
+            graphs.append(module)
+            return module.forward
+
+        counted = torch.compile(lambda batch, embedded: embedded["clicks.item"] * layer.events(batch, embedded), backend=kept, fullgraph=True)
+        torch._dynamo.reset()
+        for count in (3, 5, 8, 6, 9):
+            embedded = {name: torch.ones(count, 8) for name in ("clicks.item", "clicks.shop")}
+            assert float(counted(kit.make_batch(kit.SCHEMAS["one_group"], [[count]]), embedded)[0, 0]) == count
+        assert len(graphs) == 2
 
     def test_rope_by_time_needs_times(self, kit: ModuleType) -> None:
         with pytest.raises(RequestError, match="no event times"):

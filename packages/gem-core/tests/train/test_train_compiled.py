@@ -12,9 +12,10 @@ from gem_core.batch import Batch
 from gem_core.builtin.toy import ToySource
 from gem_core.config.load import LoadedConfig, load_config
 from gem_core.config.schema import CompileSection
+from gem_core.ops.slot import KernelSlot, kernel_slots
 from gem_core.spec import DataSchema, RequestError, RunFailed, Task
 from gem_core.train import compiled
-from gem_core.train.compiled import Compiled, blocks, bounded, compiled_blocks, limit_named
+from gem_core.train.compiled import Compiled, blocks, bounded, compiled_blocks, limit_named, sharing
 from gem_core.train.compose import compose
 from gem_core.train.feed import empty_batch
 from gem_core.train.log import read_log
@@ -119,6 +120,84 @@ def test_a_run_whose_blocks_meet_the_limit_fails_and_says_so_in_its_log(tmp_path
     with pytest.raises(RunFailed, match="compiled for 1 kinds of input"):
         train(small(tmp_path / "run", "compile.blocks=default", "compile.recompiles=1"))
     assert [record["step"] for record in read_log(tmp_path / "run") if record["event"] in ("first_step", "failed")] == [1, 1]
+
+
+class Apart:
+    """A forward that the compiler does not look into, as a precision recipe puts in the place of a layer's own."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        self.layer = layer
+
+    @torch.compiler.disable
+    def __call__(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.layer.weight, self.layer.bias)
+
+
+class Nested(Model):
+    """Blocks of three blocks each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Inner(), Inner()])
+
+
+class Inner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList([Block(), Block(), Block()])
+
+    def forward(self, x: Tensor, word: str) -> Tensor:
+        for part in self.parts:
+            x = part(x, word)
+        return x
+
+
+def cut(model: Model) -> Model:
+    for part in model.layers.modules():
+        if isinstance(part, nn.Linear):
+            vars(part)["forward"] = Apart(part)
+    return model
+
+
+def test_parts_of_cut_blocks_share_the_limit_of_their_function() -> None:
+    """Torch counts by function: six parts of one class may be compiled as often as six blocks."""
+    assert [sharing(blocks(model)) for model in (Model(), Nested(), cut(Nested()))] == [2, 2, 6]
+
+
+def test_slots_whose_kernel_is_kept_out_share_one_function_too() -> None:
+    def block() -> nn.Module:
+        one = Block()
+        one.slots = nn.ModuleList(Slotted() for _ in range(2))
+        return one
+
+    found = [block()]
+    assert sharing(found) == 1
+    kernel_slots(found[0])[1].bind(torch.compiler.disable(lambda x: x))
+    assert sharing(found) == 4  # each of the two has two
+
+
+class Slotted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = KernelSlot("add_norm"), KernelSlot("add_norm")
+
+
+def test_a_cut_block_is_compiled_in_pieces_and_ends_at_the_same_limit() -> None:
+    model, x = cut(Nested()), torch.ones(3, 2, requires_grad=True)
+    plain = Nested()
+    plain.load_state_dict(model.state_dict())
+    with compiled_blocks(model, CompileSection(blocks="default", recompiles=2), NO_EVENTS) as told, limit_named(2):
+        for word in ("a", "bb"):
+            torch.testing.assert_close(model(BATCH, x, word), plain(BATCH, x, word))
+        assert told.graphs > 0
+
+        def meet(words: list[str]) -> None:
+            with limit_named(2):
+                for word in words:
+                    model(BATCH, x, word)
+
+        with pytest.raises(RunFailed, match="compiled for 2 kinds of input"):
+            meet(["c" * length for length in range(3, 15)])  # six parts, two kinds each: twelve words, of which two were met above
 
 
 def test_planted_fault_without_the_limit_torch_goes_on_and_says_nothing() -> None:
