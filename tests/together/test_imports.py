@@ -37,6 +37,8 @@ sys.meta_path.insert(0, Blocker())
 
 def is_kernel_code(module: str) -> bool:
     """Modules that are Triton code through and through: imported on use, they name what is missing."""
+    if module.startswith("gem_precision.kernels."):
+        return True
     shared = ("activations", "language", "offsets", "tiles", "hopper")
     names = module.removeprefix("gem_kernels.").split(".")
     own = names[-1] in ("triton", "spans", "rows") or names[-1].startswith("hopper")

@@ -5,13 +5,11 @@
 import math
 from typing import Literal, get_args
 
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from gem_core.spec import RequestError
 from gem_precision.kernels.cast import MAXNREG, SIDE, Both, load_quarter, require_matrix
-from gem_precision.kernels.language import BLOCK, INTERPRETED, store_both
+from gem_precision.kernels.language import BLOCK, INTERPRETED, store_both, tl, triton
 
 Activation = Literal["gelu", "gelu_tanh", "silu", "relu"]
 """As ``gem_core.ops.activations`` names them; each maps 0 to 0, so that rows which pad a matrix stay zeros."""

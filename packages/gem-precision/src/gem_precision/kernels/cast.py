@@ -10,12 +10,10 @@ written twice: as it is, and transposed.
 from dataclasses import dataclass
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from gem_core.spec import RequestError
-from gem_precision.kernels.language import BLOCK, QUARTER, inverse_scale, magnitude, scale, store_both
+from gem_precision.kernels.language import BLOCK, QUARTER, inverse_scale, magnitude, scale, store_both, tl, triton
 
 SIDE = int(BLOCK)
 MAXNREG = 128

@@ -11,15 +11,12 @@ Compiled for Hopper and right in the interpreter, never run there: nothing choos
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from gem_core.spec import RequestError
 from gem_precision.kernels.activation import Activation, activate, require_activation
 from gem_precision.kernels.cast import SIDE, cast_both
-from gem_precision.kernels.language import BLOCK, inverse_scale, magnitude, scale
+from gem_precision.kernels.language import BLOCK, TensorDescriptor, inverse_scale, magnitude, scale, tl, triton
 
 
 @triton.jit

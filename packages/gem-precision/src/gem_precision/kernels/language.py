@@ -13,8 +13,20 @@ is ``gem_precision.formats`` to the bit.
 
 import os
 
-import triton
-import triton.language as tl
+from gem_core.spec import MachineError
+
+try:
+    import triton
+    import triton.language as tl
+    from triton.tools.tensor_descriptor import TensorDescriptor
+except ModuleNotFoundError as error:
+    if error.name != "triton":
+        raise
+    raise MachineError(
+        "a native kernel of gem-precision", "triton is not installed", "Install it: python3 -m pip install 'gem-precision[native]'."
+    ) from error
+
+__all__ = ["TensorDescriptor", "tl", "triton"]
 
 MULTIPROCESSORS = 132
 """Of an H100 or H200. Fewer programs than this leave some idle."""

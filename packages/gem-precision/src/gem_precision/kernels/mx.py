@@ -8,14 +8,22 @@ Compiled for that hardware, never run on it: nothing chooses these automatically
 from dataclasses import dataclass
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from gem_core.spec import RequestError
 from gem_precision.kernels.cast import MAXNREG, SIDE, Both, Operand, load_quarter, require_matrix
-from gem_precision.kernels.language import BLOCK, INTERPRETED, QUARTER, inverse_scale, magnitude, scale_code, store_turned
+from gem_precision.kernels.language import (
+    BLOCK,
+    INTERPRETED,
+    QUARTER,
+    TensorDescriptor,
+    inverse_scale,
+    magnitude,
+    scale_code,
+    store_turned,
+    tl,
+    triton,
+)
 
 GROUP = tl.constexpr(32)
 """Elements that share a scale."""

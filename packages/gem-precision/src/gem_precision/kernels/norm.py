@@ -9,13 +9,11 @@ mean(g) is left out for RMS.
 from typing import Literal
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from gem_core.spec import RequestError
 from gem_precision.kernels.cast import MAXNREG, SIDE, Both, load_quarter, require_matrix
-from gem_precision.kernels.language import BLOCK, MULTIPROCESSORS, QUARTER, store_both
+from gem_precision.kernels.language import BLOCK, MULTIPROCESSORS, QUARTER, store_both, tl, triton
 
 Norm = Literal["rms", "layer"]
 CHUNK = 16

@@ -11,14 +11,11 @@ Hopper keep about 14 bits while they sum FP8 (arXiv 2412.19437).
 from typing import Literal
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from gem_core.spec import RequestError
 from gem_precision.kernels.cast import SIDE, Operand
-from gem_precision.kernels.language import BLOCK, MULTIPROCESSORS
+from gem_precision.kernels.language import BLOCK, MULTIPROCESSORS, TensorDescriptor, tl, triton
 
 Way = Literal["library", "own", "wide"]
 WARPS = 8
