@@ -196,11 +196,11 @@ class LowPrecision(LowSites):
             so = "native backends round to nearest, turn nothing and have low weight gradients"
             raise RequestError("precision.options.emulate = false", so, "Leave stochastic, hadamard and weight_grad alone, or let emulate be true.")
         self._emulate = emulate
-        self._device: Device | None = None
+        self._device_type = "cpu"
 
     def prepare(self, model: Any, device_type: str) -> Sequence[PrecisionDecision]:
         """As ``LowSites`` has it."""
-        self._device = Device.here(device_type)
+        self._device_type = device_type
         return super().prepare(model, device_type)
 
     def choose(self, site: Site) -> Lowering | str:
@@ -214,12 +214,12 @@ class LowPrecision(LowSites):
 
     def _native(self, layer: nn.Linear) -> LinearBackend | str:
         """The first native backend that fits a layer here, or why there is none."""
-        assert self._device is not None
+        device = Device.here(self._device_type)
         shape = LinearShape(inputs=layer.in_features, outputs=layer.out_features)
         reasons = []
         for backend in backends_of(self._name):
             if not backend.emulated:
-                found = backend.why_not_unasked(self._device, shape)
+                found = backend.why_not_unasked(device, shape)
                 if not found:
                     return backend
                 reasons.append(f"{backend.name}: {', '.join(found)}")
