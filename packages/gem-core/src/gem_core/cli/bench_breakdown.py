@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gem_core.cli.bench_layers import Config, Json, Overrides, composed_in, stamp, write_csv
+from gem_core.cli.bench_shared import Config, Json, Overrides, measuring_in, stamp, write_csv
 from gem_core.cli.output import print_json, print_table
+from gem_core.config.load import load_config
 
 if TYPE_CHECKING:
     from gem_core.bench.breakdown import Breakdown
@@ -27,7 +28,7 @@ def breakdown(
 ) -> None:
     """Put each microsecond of some profiled steps of a configuration into one category."""
     with tempfile.TemporaryDirectory() as folder:
-        loaded = composed_in(folder, config, overrides or [])
+        loaded = load_config(config, [*(overrides or []), *measuring_in(folder)])
         from gem_core.bench.breakdown import draw, profile_steps
         from gem_core.bench.roofline import device_name
         from gem_core.train.compose import compose

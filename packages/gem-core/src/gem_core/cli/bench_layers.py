@@ -1,24 +1,18 @@
 """``gem bench layers``: every layer of a composed run alone, held against the roofline of this machine. Imports no torch until it runs."""
 
-import csv
 import tempfile
-from collections.abc import Sequence
 from dataclasses import asdict
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from gem_core.cli.bench_shared import Config, Json, Overrides, measuring_in, stamp, write_csv
 from gem_core.cli.output import print_json, print_table
-from gem_core.config.load import LoadedConfig, load_config
+from gem_core.config.load import load_config
 
 if TYPE_CHECKING:
     from gem_core.bench.layers import LocalMfu
-
-Config = Annotated[str, typer.Option("--config", "-c", "--recipe", help="A TOML file, or the name of a recipe.")]
-Overrides = Annotated[list[str] | None, typer.Option("--set", help="PATH=VALUE; may be repeated.")]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 def layers(
@@ -31,7 +25,7 @@ def layers(
 ) -> None:
     """Time each layer of a configuration alone, forward and backward, and say how far from the roofline it is."""
     with tempfile.TemporaryDirectory() as folder:
-        loaded = composed_in(folder, config, overrides or [])
+        loaded = load_config(config, [*(overrides or []), *measuring_in(folder)])
         from gem_core.bench.layers import measure_layers
         from gem_core.bench.roofline import machine
         from gem_core.train.compose import compose
@@ -50,18 +44,6 @@ def layers(
         print_json({**summary(found), "layers": rows})
         return
     _print(found, loaded.name)
-
-
-def composed_in(folder: str, config: str, overrides: Sequence[str]) -> LoadedConfig:
-    """The configuration with its run folder inside a temporary one, and without timelines of its own."""
-    return load_config(config, [*overrides, f"run.out={str(Path(folder) / 'run')!r}", "train.trace=[]"])
-
-
-def stamp(recipe: str, device: str) -> dict[str, Any]:
-    """The first columns of every table of results."""
-    import torch
-
-    return {"date": datetime.now(UTC).date().isoformat(), "device": device, "torch": torch.__version__, "recipe": recipe}
 
 
 def as_rows(found: "LocalMfu", recipe: str) -> list[dict[str, Any]]:
@@ -90,15 +72,6 @@ def summary(found: "LocalMfu") -> dict[str, Any]:
         "peak": {"flops_per_second": peak.flops_per_second, "dtype": peak.dtype, "source": peak.source},
         "bandwidth": where.bandwidth,
     }
-
-
-def write_csv(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    """Write rows of the same columns; the file is replaced."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, fieldnames=list(rows[0]))
-        writer.writeheader()
-        writer.writerows(rows)
 
 
 def _draw(found: "LocalMfu", recipe: str, path: Path) -> None:

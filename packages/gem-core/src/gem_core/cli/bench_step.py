@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gem_core.cli.bench_layers import Config, Json, Overrides
+from gem_core.cli.bench_shared import Config, Json, Overrides, measuring_in
 from gem_core.cli.output import print_json
 from gem_core.spec import GemError
 
@@ -44,7 +44,7 @@ def step(
         print(*(f"{name:<{width}}" for name, width in _SHOWN.items()), flush=True)
     rows, failed = [], False
     with tempfile.TemporaryDirectory() as folder:
-        for placed in climb(config, [*(overrides or []), f"run.out={str(Path(folder) / 'run')!r}"], wanted):
+        for placed in climb(config, [*(overrides or []), *measuring_in(folder)], wanted):
             row, broken = _row(placed, steps=steps, warmup=warmup)
             failed |= broken
             rows.append(row)
