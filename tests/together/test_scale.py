@@ -23,9 +23,8 @@ def test_four_ranks_of_experts_and_fully_sharded_tables(gem: Callable[..., Any],
     assert (tmp_path / "runs/ranks-1/fsdp-experts-sharded2d/log.txt").stat().st_mtime_ns == began
     rows = list(csv.DictReader((tmp_path / "runs/results.csv").open()))
     assert [row["ranks"] for row in rows] == ["1", "2", "4"]
-    assert rows[1]["note"].startswith("cannot be: two dimensions of tables need")
     four = rows[2]
-    assert float(four["predicted_ms"]) > 0
+    assert all(float(row["predicted_ms"]) > 0 for row in rows)
     assert 0 < float(four["exposed_ms"]) < float(four["ms"]) * 1.5
     parts = json.loads((place / "result.json").read_text())["figures"]["parts"]
     for name in ("experts: activations", "dense: weights of layers.0.ensemble.experts", "tables: answer", "tables: gradients to owner"):

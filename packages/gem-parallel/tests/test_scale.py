@@ -85,7 +85,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Ran]:
 def test_a_layout_has_settings_or_a_reason(layout: str, ranks: int) -> None:
     """Degrees divide the ranks wherever there is no reason against it, and whatever has no experts needs none."""
     reason = why_not(layout, ranks)
-    possible = ranks == 1 or layout == "fsdp" or (ranks % DEGREE == 0 and (ranks >= 4 or layout == "fsdp-experts"))
+    possible = ranks == 1 or layout == "fsdp" or ranks % DEGREE == 0
     assert (reason is None) == possible
     if reason is None:
         joined = " ".join(settings_of(layout, ranks, CONFIG))
@@ -151,16 +151,16 @@ def test_a_run_that_ended_early_has_no_figures(tmp_path: Path) -> None:
 
 def test_every_number_of_ranks_and_layout_has_a_row(tmp_path: Path, stand_in: Callable[..., Ran]) -> None:
     ran = stand_in()
-    rows, details = zip(*table.measure(bench_of(tmp_path), [1, 2, 4], list(LAYOUTS), PREDICTOR), strict=True)
-    assert [(row["ranks"], row["layout"]) for row in rows] == [(count, layout) for count in (1, 2, 4) for layout in LAYOUTS]
-    assert [detail["status"] for detail in details] == ["ran"] * 6 + ["cannot"] * 2 + ["ran"] * 4
-    assert "4 ranks, not 2" in rows[6]["note"]
+    rows, details = zip(*table.measure(bench_of(tmp_path), [1, 2, 3], list(LAYOUTS), PREDICTOR), strict=True)
+    assert [(row["ranks"], row["layout"]) for row in rows] == [(count, layout) for count in (1, 2, 3) for layout in LAYOUTS]
+    assert [detail["status"] for detail in details] == ["ran"] * 9 + ["cannot"] * 3
+    assert "3 ranks cannot be divided into pairs" in rows[9]["note"]
     assert ("fsdp-experts", 1) not in ran, "on one rank it is what fsdp is"
     assert "the run of fsdp" in rows[1]["note"]
-    assert len(ran) == 3 + 2 + 4
-    at4 = rows[8]
-    assert at4["scaling_ratio"] == pytest.approx(110 / 35 / 4)
-    assert at4["error_pct"] == pytest.approx(100 * (55 / 35 - 1))
+    assert len(ran) == 3 + 4 + 1
+    at2 = rows[4]
+    assert at2["scaling_ratio"] == pytest.approx(110 / 60 / 2)
+    assert at2["error_pct"] == pytest.approx(100 * (55 / 60 - 1))
 
 
 def test_a_second_call_goes_on(tmp_path: Path, stand_in: Callable[..., Ran]) -> None:
@@ -280,9 +280,25 @@ def test_more_gpus_than_there_are_is_the_machines_error(there: int, monkeypatch:
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: there > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: there)
+    monkeypatch.setattr(cli, "configuration", lambda recipe, sets: CONFIG)
     with pytest.raises(MachineError, match=f"on 4 GPUs: this machine has {there}. .*--device cpu"):
         cli.scale(recipe="toy", gpus="2,4")
     cli.check_gpus(there)
+
+
+def test_finished_runs_are_told_where_there_are_no_gpus(tmp_path: Path, stand_in: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measured on one machine, predicted on another; what is left to run still wants its GPUs, and only those."""
+    ran = stand_in()
+    list(table.measure(bench_of(tmp_path, device="cuda"), [1, 2], ["fsdp", "fsdp-experts"], None))
+    asked: list[int] = []
+    monkeypatch.setattr(cli, "check_gpus", asked.append)
+    monkeypatch.setattr(cli, "configuration", lambda recipe, sets: CONFIG)
+    common: dict[str, Any] = {"recipe": "toy", "layout": ["fsdp", "fsdp-experts"], "steps": STEPS, "out": tmp_path}
+    cli.scale(gpus="2", **common)
+    assert asked == []
+    assert len(ran) == 3
+    cli.scale(gpus="2,3", **common)
+    assert asked == [3]
 
 
 def test_a_recipe_that_there_is_not_is_refused_as_gem_says_it(tmp_path: Path) -> None:

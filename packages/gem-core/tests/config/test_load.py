@@ -133,7 +133,7 @@ def test_case_F12_an_int_is_no_flag(write, path: str) -> None:
 def test_case_F12_the_check_sees_every_kind_of_value() -> None:
     assert "data.batch_size" in INTS
     assert "optim.lr" in NUMBERS
-    assert FLAGS == ["train.checkpoint_background", "train.steps_csv", "train.ahead", "train.shuffle"]
+    assert FLAGS == ["train.checkpoint_last", "train.checkpoint_background", "train.steps_csv", "train.ahead", "train.shuffle"]
 
 
 @pytest.mark.parametrize(

@@ -287,6 +287,12 @@ def test_case_E07_checkpoints_at_every_so_many_steps_and_at_the_end(configure: C
     assert [record["step"] for record in events(tmp_path / "run", "checkpoint")] == [5, 10, 12]
 
 
+def test_a_run_for_measuring_leaves_no_last_checkpoint(configure: Configure, tmp_path: Path) -> None:
+    summary = train(configure("train.checkpoint_every=5", "train.checkpoint_last=false", "train.keep_checkpoints=9"))
+    assert [path.name for path in checkpoints(tmp_path / "run" / "checkpoints")] == ["step-5", "step-10"]
+    assert summary["steps"] == 12
+
+
 def test_max_steps_ends_the_run(configure: Configure) -> None:
     summary = train(configure("train.max_steps=7", "train.epochs=9"))
     assert (summary["steps"], summary["rows"]) == (7, 112)

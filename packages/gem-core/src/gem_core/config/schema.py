@@ -143,6 +143,7 @@ class TrainSection(Section):
     max_steps: Count = Field(default=0, description="stop after so many steps; 0 is no limit")
     eval_every: Count = Field(default=0, description="steps between evaluations; 0 evaluates at the end only")
     checkpoint_every: Count = Field(default=0, description="steps between checkpoints; 0 saves at the end only")
+    checkpoint_last: bool = Field(default=True, description="save at the end; off for runs that only measure, which cannot go on")
     checkpoint_background: bool = Field(default=True, description="write checkpoints beside training, from a copy in host memory")
     log_every: Positive = Field(default=20, description="steps between log lines")
     steps_csv: bool = Field(default=False, description="write steps.csv: tokens, pairs, rows and computing seconds of every step and rank")

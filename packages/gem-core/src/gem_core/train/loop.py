@@ -28,7 +28,7 @@ from gem_core.train.step import StepResult, train_step
 
 
 def train_epochs(run: Run) -> None:
-    """Train from where the run stands to its end, and save the last checkpoint.
+    """Train from where the run stands to its end, and save the last checkpoint unless ``train.checkpoint_last`` is off.
 
     Raises:
         RunFailed: a loss, gradient or weight is not finite; earlier checkpoints stay.
@@ -36,7 +36,7 @@ def train_epochs(run: Run) -> None:
     """
     try:
         _epochs(run)
-        if run.saved_step != run.progress.step:
+        if run.config.train.checkpoint_last and run.saved_step != run.progress.step:
             save(run, background=False)
         run.saver.wait()
     except GemError as error:

@@ -49,13 +49,14 @@ def scale(
     ranks, layouts = rank_counts(gpus), known_layouts(layout or list(LAYOUTS))
     if plot is not None and plot.suffix != ".svg":
         raise RequestError(f"gem bench scale --plot {plot}", "it is drawn as SVG", "Give the file a name that ends in .svg.")
-    if device == "cuda":
-        check_gpus(max(ranks))
     config = configuration(recipe, overrides or [])
     folder = (out or Path("runs") / f"scale-{Path(recipe).stem}").resolve()
     bench = Bench(recipe=recipe, sets=tuple(overrides or ()), config=config, steps=steps, weak=scaling == "weak", device=device, folder=folder)
     from gem_parallel.scale.predict import Predictor
-    from gem_parallel.scale.table import measure
+    from gem_parallel.scale.table import left, measure, wanted
+
+    if device == "cuda" and (counts := left(bench, wanted(bench, ranks, layouts))):
+        check_gpus(max(counts))
 
     rows: list[dict[str, Any]] = []
     details: list[dict[str, Any]] = []

@@ -1,7 +1,7 @@
 """The layouts that are compared, each with the settings that ask for it on a number of ranks. Imports no torch.
 
 The rule for degrees is the same everywhere: 2, the smallest that is one. Experts are dealt out to pairs of neighbouring ranks, tables have two
-replicas, and all ranks that are left shard. Between one layout and the next a single thing changes.
+replicas, and all ranks that are left shard, which on two ranks leaves one shard. Between one layout and the next a single thing changes.
 """
 
 import json
@@ -27,8 +27,6 @@ def why_not(layout: str, ranks: int) -> str | None:
         return None
     if ranks % DEGREE:
         return f"{ranks} ranks cannot be divided into pairs that share out experts"
-    if layout in ENGINES and ranks < 2 * DEGREE:
-        return f"two dimensions of tables need two shards and two replicas: 4 ranks, not {ranks}"
     return None
 
 

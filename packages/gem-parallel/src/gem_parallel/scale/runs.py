@@ -93,11 +93,11 @@ def answer(words: Sequence[str]) -> dict[str, Any]:
 def asked_of(bench: Bench, ranks: int, layout: Sequence[str]) -> list[str]:
     """The words after ``gem`` of a run, its folder apart.
 
-    Steps are logged in two windows: the first warms up, the second counts. An epoch ends without ending the run, and nothing is evaluated or saved
-    in between.
+    Steps are logged in two windows: the first warms up, the second counts. An epoch ends without ending the run, nothing is evaluated in between, and
+    nothing is saved.
     """
     length = [f"train.max_steps={2 * bench.steps}", f"train.log_every={bench.steps}", "train.epochs=1000000", 'train.uneven="drop"']
-    quiet = ["train.eval_every=0", "train.checkpoint_every=0"]
+    quiet = ["train.eval_every=0", "train.checkpoint_every=0", "train.checkpoint_last=false"]
     return ["train", "-c", bench.recipe, *words_of([*bench.settings(ranks, layout), *length, *quiet])]
 
 
@@ -120,8 +120,7 @@ def kept_result(place: Path) -> dict[str, Any] | None:
 
 
 def keep_result(place: Path, asked: Sequence[str], figures: Mapping[str, Any]) -> None:
-    """Write a finished run's figures, and drop its checkpoints, which may be large."""
-    shutil.rmtree(place / "run" / "checkpoints", ignore_errors=True)
+    """Write a finished run's figures."""
     draft = place / "result.writing"
     draft.write_text(json.dumps({"asked": list(asked), "figures": figures}, indent=1), encoding="utf-8")
     draft.replace(place / "result.json")

@@ -12,6 +12,8 @@ from gem_parallel.scale.predict import Predictor
 from gem_parallel.scale.runs import REFUSED, Bench, asked_of, check_folder, first_error, keep_result, kept_result, train
 
 Row = dict[str, Any]
+Names = dict[tuple[int, tuple[str, ...]], str]
+"""The layout under whose name a run is kept, by ranks and settings."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,19 +26,35 @@ class Ended:
     why: str = ""
 
 
+def wanted(bench: Bench, ranks: Sequence[int], layouts: Sequence[str]) -> Names:
+    """The runs of a call, each under the first layout that asks for it: on one rank several ask for the same."""
+    found: Names = {}
+    for count in ranks:
+        for layout in layouts:
+            if why_not(layout, count) is None:
+                found.setdefault((count, settings_of(layout, count, bench.config)), layout)
+    return found
+
+
+def left(bench: Bench, names: Names) -> list[int]:
+    """Numbers of ranks of the runs that no earlier call has finished."""
+    return [count for (count, _), name in names.items() if kept_result(bench.place(name, count)) is None]
+
+
 @dataclass(kw_only=True)
 class _Runs:
-    """The runs of this call by ranks and settings: layouts that ask for the same on one rank are run once."""
+    """The runs of this call, each made when it is first asked for."""
 
     bench: Bench
-    ended: dict[tuple[int, tuple[str, ...]], tuple[str, Ended]] = field(default_factory=dict)
+    names: Names
+    ended: dict[tuple[int, tuple[str, ...]], Ended] = field(default_factory=dict)
 
     def run(self, layout: str, ranks: int) -> tuple[str, Ended]:
         """The name under which it was run, and how it ended."""
-        settings = settings_of(layout, ranks, self.bench.config)
-        if (ranks, settings) not in self.ended:
-            self.ended[ranks, settings] = layout, run_once(self.bench, layout, ranks, settings)
-        return self.ended[ranks, settings]
+        key = ranks, settings_of(layout, ranks, self.bench.config)
+        if key not in self.ended:
+            self.ended[key] = run_once(self.bench, self.names[key], *key)
+        return self.names[key], self.ended[key]
 
 
 def measure(bench: Bench, ranks: Sequence[int], layouts: Sequence[str], predictor: Predictor | None) -> Iterator[tuple[Row, Row]]:
@@ -47,14 +65,13 @@ def measure(bench: Bench, ranks: Sequence[int], layouts: Sequence[str], predicto
     Raises:
         RequestError: the folder holds runs of another request; nothing was run then.
     """
-    pairs = [(layout, count) for count in ranks for layout in layouts]
-    possible = [(layout, count) for layout, count in pairs if why_not(layout, count) is None]
-    check_folder(bench, {pair: asked_of(bench, pair[1], settings_of(*pair, bench.config)) for pair in possible})
-    runs = _Runs(bench=bench)
-    for layout, count in pairs:
+    names = wanted(bench, ranks, layouts)
+    check_folder(bench, {(name, count): asked_of(bench, count, settings) for (count, settings), name in names.items()})
+    runs = _Runs(bench=bench, names=names)
+    for layout, count in ((layout, count) for count in ranks for layout in layouts):
         about = {"ranks": count, "recipe": bench.recipe, "layout": layout, "scaling": "weak" if bench.weak else "strong"}
-        if (layout, count) not in possible:
-            yield {**about, "note": f"cannot be: {why_not(layout, count)}"}, {"status": "cannot"}
+        if (reason := why_not(layout, count)) is not None:
+            yield {**about, "note": f"cannot be: {reason}"}, {"status": "cannot"}
             continue
         base = runs.run(layout, 1)[1].figures
         name, ended = runs.run(layout, count)
