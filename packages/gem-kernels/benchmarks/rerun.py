@@ -59,9 +59,17 @@ class Part:
     never: str | None = None
 
 
-def _tests(name: str, file: str, only: str = "", **environment: str) -> Part:
-    words = ("-m", "pytest", "-o", "addopts=", "--import-mode=importlib", "-q", "-m", "gpu", "-p", "no:cacheprovider", str(GPU / file))
-    return Part(f"test-{name}", (sys.executable, *words, *(("-k", only) if only else ())), environment=environment, says=" passed")
+def _tests(name: str, file: str, only: str = "", share: str = "", **environment: str) -> Part:
+    words = ("-m", "pytest", "-o", "addopts=", "--import-mode=importlib", "-q", "-m", "gpu", "-p", "no:cacheprovider", "-rs", "--durations=15")
+    picked = (*(("-k", only) if only else ()), *(("--share", share) if share else ()))
+    return Part(f"test-{name}", (sys.executable, *words, str(GPU / file), *picked), environment=environment, says=" passed")
+
+
+def _shared(name: str, file: str, parts: int, only: str = "") -> list[Part]:
+    """A suite in parts of as many tests each, so that what takes longest is spread over processes."""
+    if parts == 1:
+        return [_tests(name, file, only)]
+    return [_tests(f"{name}-{i}of{parts}", file, only, f"{i}/{parts}") for i in range(1, parts + 1)]
 
 
 def _cli(name: str, *words: str, limit: int = 60, **environment: str) -> Part:
@@ -69,21 +77,29 @@ def _cli(name: str, *words: str, limit: int = 60, **environment: str) -> Part:
 
 
 def tests() -> list[Part]:
-    """Those of the largest suites by dtype, so that all take about as long; what is drawn has no dtype in its name."""
-    suites = {
-        "JaggedAttentionTriton": ("test_gpu_attention.py", ("bf16", "fp16", "fp32")),
-        "JaggedAttentionGluon": ("test_gpu_attention.py", ("bf16", "fp16")),
-        "GdpaGluon": ("test_gpu_attention.py", ("bf16", "fp16")),
-        "GdpaTriton": ("test_gpu_conformance.py", ("bf16", "fp16", "fp32")),
-    }
-    found = [_tests(f"{kind}-{dtype}", file, f"{kind} and {dtype}") for kind, (file, dtypes) in suites.items() for dtype in dtypes]
-    found += [_tests(f"{kind}-drawn", file, f"{kind} and not ({' or '.join(dtypes)})") for kind, (file, dtypes) in suites.items()]
-    found += [_tests("Sdpa", "test_gpu_conformance.py", "Sdpa")]
+    """Parts of about a minute each, start and compilation included, by what an H200 took; those that show most first."""
+    files = {"pffn": 1, "hstu_attention": 2, "launcher": 5, "norm_linear": 4, "portable_attention": 3}
+    found = [part for name, parts in files.items() for part in _shared(name, f"test_gpu_{name}.py", parts)]
+    # More than 2^31 elements a tensor: one process, for the sake of the GPU's memory.
+    for name, parts in {"block_attention": 2, "attention_ops": 8}.items():
+        file = f"test_gpu_{name}.py"
+        found += [*_shared(name, file, parts, "not case_C08"), _tests(f"{name}-C08", file, "case_C08")]
     # "HstuAttention" is also the beginning of the name of the Gluon suite.
-    found += [_tests(kind, "test_gpu_conformance_portable.py", f"Test{kind} and not Test{kind}Gluon") for kind in PORTABLE]
-    found += [_tests(name, "test_gpu_adapters.py", name) for name in ("Varlen", "Flex")]
-    files = ("attention_ops", "block_attention", "hstu_attention", "launcher", "norm_linear", "pffn", "portable_attention")
-    found += [_tests(name, f"test_gpu_{name}.py") for name in files]
+    whole = {"BlockAttention": 2, "HstuAttention": 4}
+    for kind in PORTABLE:
+        found += _shared(kind, "test_gpu_conformance_portable.py", whole.get(kind, 1), f"Test{kind} and not Test{kind}Gluon")
+    # By dtype; what is drawn has none in its name.
+    suites = {
+        "GdpaGluon": ("test_gpu_attention.py", 5, ("bf16", "fp16")),
+        "GdpaTriton": ("test_gpu_conformance.py", 1, ("bf16", "fp16", "fp32")),
+        "JaggedAttentionTriton": ("test_gpu_attention.py", 1, ("bf16", "fp16", "fp32")),
+        "JaggedAttentionGluon": ("test_gpu_attention.py", 1, ("bf16", "fp16")),
+    }
+    for kind, (file, parts, dtypes) in suites.items():
+        found += [part for dtype in dtypes for part in _shared(f"{kind}-{dtype}", file, parts, f"{kind} and {dtype}")]
+        found += [_tests(f"{kind}-drawn", file, f"{kind} and not ({' or '.join(dtypes)})")]
+    found += [_tests("Sdpa", "test_gpu_conformance.py", "Sdpa"), _tests("Varlen", "test_gpu_adapters.py", "Varlen")]
+    found += _shared("Flex", "test_gpu_adapters.py", 4, "Flex")
     direct = {"GEM_DIRECT_LAUNCH": "1", "GEM_CHECK": "full"}
     return [
         *found,

@@ -3,6 +3,7 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
+import pytest
 import torch
 
 # Triton reads this when it is imported: without a GPU the kernels run under its interpreter.
@@ -18,3 +19,19 @@ sys.path.insert(0, str(Path(__file__).parent))  # gem_kernels_portable, which te
 def pytest_configure(config):
     # exp(large) is infinity and 1 / infinity is 0, as the kernels want it; numpy, which the interpreter computes with, warns.
     config.addinivalue_line("filterwarnings", "ignore:overflow encountered in exp:RuntimeWarning")
+
+
+def pytest_addoption(parser):
+    parser.addoption("--share", metavar="I/N", help="of the tests that are selected, every N-th from the I-th on: one of N processes' share")
+
+
+@pytest.hookimpl(trylast=True)  # after -k and -m
+def pytest_collection_modifyitems(config, items):
+    share = config.getoption("--share", default=None)
+    if share is not None:
+        mine, parts = map(int, share.split("/"))
+        if not 1 <= mine <= parts:
+            raise pytest.UsageError(f"--share {share}: give 1/N to N/N")
+        kept = items[mine - 1 :: parts]
+        config.hook.pytest_deselected(items=[item for i, item in enumerate(items) if i % parts != mine - 1])
+        items[:] = kept

@@ -9,6 +9,7 @@ import time
 from glob import glob
 from pathlib import Path
 from shutil import which
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -114,6 +115,28 @@ def test_every_op_is_checked_and_those_without_figures_are_timed():
     named = [word for p in parts.values() for word in p.command if word.endswith(".py")]
     assert all(Path(word).exists() for word in named)
     assert {Path(word).name for word in named} >= {file.name for file in (FILE.parents[1] / "tests" / "gpu").glob("test_*.py")}
+
+
+def test_shares_of_a_suite_are_all_of_it_and_overlap_nowhere(pytestconfig):
+    (conftest,) = [
+        m for m in pytestconfig.pluginmanager.get_plugins() if getattr(m, "__file__", None) == str(Path(__file__).with_name("conftest.py"))
+    ]
+
+    def kept(share, count=7):
+        items, gone = list(range(count)), []
+        hook = SimpleNamespace(pytest_deselected=lambda items: gone.extend(items))
+        conftest.pytest_collection_modifyitems(SimpleNamespace(getoption=lambda *a, **k: share, hook=hook), items)
+        assert sorted(items + gone) == list(range(count))
+        return items
+
+    assert kept(None) == list(range(7))
+    assert [kept(f"{i}/3") for i in (1, 2, 3)] == [[0, 3, 6], [1, 4], [2, 5]]
+    assert kept("2/3", count=1) == []
+    for share in ("0/3", "4/3"):
+        with pytest.raises(pytest.UsageError, match="give 1/N to N/N"):
+            kept(share)
+    taken = [p.command[p.command.index("--share") + 1] for p in rerun.tests() if p.name.startswith("test-Flex")]
+    assert taken == ["1/4", "2/4", "3/4", "4/4"]
 
 
 def command(*words):
