@@ -140,4 +140,7 @@ def test_elements_round_as_the_formats_do(dtype):
     check_both(x.to(dtype))
     steps = torch.arange(-4480, 4480, device="cuda").repeat(4)[: 256 * 128].reshape(256, 128) / 160  # ties and subnormals
     check_both(steps.to(dtype))
-    assert agrees(cast_weight(x[:896].to(dtype).float()).along, x[:896].to(dtype).float(), SQUARE)
+    full = x[:896].to(dtype).float()
+    weight = cast_weight(full)
+    assert agrees(weight.along, full, SQUARE)
+    assert same(weight.turned.dequantize(), quantize(full, SQUARE).dequantize().T)

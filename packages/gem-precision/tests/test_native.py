@@ -179,7 +179,7 @@ def test_native_layers_are_the_emulated_ones_at_any_value(rows, widths):
     lower(native, RULE, native_linear)
     lower(emulated, RULE)
     base = torch.randn(rows, widths[0], device="cuda") * torch.logspace(-3, 3, widths[0] // 128, device="cuda").repeat_interleave(128)
-    grad = torch.randn(rows, widths[1], device="cuda")
+    grad = torch.randn(rows, widths[1], device="cuda").bfloat16().float()  # as the native layer, whose output is bfloat16, gets it anyway
     results = []
     for layer in (native, emulated):
         x = base.clone().requires_grad_()

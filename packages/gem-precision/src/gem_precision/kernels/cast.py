@@ -13,9 +13,21 @@ import torch
 from torch import Tensor
 
 from gem_core.spec import RequestError
-from gem_precision.kernels.language import BLOCK, QUARTER, inverse_scale, magnitude, scale, store_both, tl, triton
+from gem_precision.kernels.language import (
+    BLOCK,
+    QUARTER,
+    inverse_scale,
+    largest,
+    scale,
+    store_both,
+    store_elements,
+    store_turned,
+    tl,
+    triton,
+)
 
 SIDE = int(BLOCK)
+WARPS = 8
 MAXNREG = 128
 """Registers a thread at most, so that two programs of eight warps fit a multiprocessor and one loads while the other stores."""
 
@@ -86,14 +98,24 @@ def cast_both_kernel(x, stride, rows, columns, padded, out, out_scale, turned, t
 
 @triton.jit
 def cast_weight_kernel(x, stride, rows, columns, out, out_scale, turned, turned_scale):
+    """A tile in one block; its transpose crosses shared memory in words, as in ``store_turned``.
+
+    Elements that crossed it one by one (``tl.trans`` of E4M3) came out as other bits on an H200, with Triton 3.6.
+    """
     row_tile, column_tile = tl.program_id(0), tl.program_id(1)
-    r = row_tile * BLOCK + tl.arange(0, BLOCK)
-    c = column_tile * BLOCK + tl.arange(0, BLOCK)
-    tile = tl.load(x + r[:, None].to(tl.int64) * stride + c[None, :]).to(tl.float32)
-    bits = tl.max(tl.max(magnitude(tile), 1), 0)
-    elements = (tile * inverse_scale(bits)).to(tl.float8e4nv)
-    tl.store(out + r[:, None].to(tl.int64) * columns + c[None, :], elements)
-    tl.store(turned + c[:, None].to(tl.int64) * rows + r[None, :], tl.trans(elements))
+    row = row_tile.to(tl.int64) * BLOCK
+    column = column_tile * BLOCK
+    q0 = load_quarter(x, row, column, stride, rows)
+    q1 = load_quarter(x, row + 1, column, stride, rows)
+    q2 = load_quarter(x, row + 2, column, stride, rows)
+    q3 = load_quarter(x, row + 3, column, stride, rows)
+    bits = tl.max(tl.max(largest(q0, q1, q2, q3), 1), 0)
+    factor = inverse_scale(bits)
+    store_elements(q0 * factor, out, row, column, columns)
+    store_elements(q1 * factor, out, row + 1, column, columns)
+    store_elements(q2 * factor, out, row + 2, column, columns)
+    store_elements(q3 * factor, out, row + 3, column, columns)
+    store_turned(q0, q1, q2, q3, factor, turned, row, column.to(tl.int64), rows // 4)
     tl.store(out_scale + row_tile * (columns // BLOCK) + column_tile, scale(bits))
     tl.store(turned_scale + column_tile * (rows // BLOCK) + row_tile, scale(bits))
 
@@ -112,7 +134,9 @@ def cast_both(x: Tensor) -> Both:
     both = Both.empty(rows, columns, x.device)
     if x.numel():
         padded = both.along.elements.shape[0]
-        cast_both_kernel[(padded // SIDE * (columns // SIDE),)](x, x.stride(0), rows, columns, padded, *both.words(), num_warps=8, maxnreg=MAXNREG)
+        cast_both_kernel[(padded // SIDE * (columns // SIDE),)](
+            x, x.stride(0), rows, columns, padded, *both.words(), num_warps=WARPS, maxnreg=MAXNREG
+        )
     return both
 
 
@@ -135,8 +159,7 @@ def cast_weight(weight: Tensor) -> Both:
         sides.append(Operand(elements, torch.empty(high // SIDE, wide // SIDE, device=weight.device), square=True))
     both = Both(*sides)
     if weight.numel():
-        pairs = (both.along.elements, both.along.scales, both.turned.elements, both.turned.scales)
-        cast_weight_kernel[(rows // SIDE, columns // SIDE)](weight, weight.stride(0), rows, columns, *pairs, num_warps=8)
+        cast_weight_kernel[(rows // SIDE, columns // SIDE)](weight, weight.stride(0), rows, columns, *both.words(), num_warps=WARPS)
     return both
 
 

@@ -98,7 +98,7 @@ def store_turned(q0, q1, q2, q3, factor, base, row, column, stride):
 
     Args:
         q0, q1, q2, q3: its quarters.
-        factor: what to multiply each of them with, ``[32 or 1, 128]``.
+        factor: what to multiply each of them with, ``[32 or 1, 128]`` or a number.
         base: a matrix of 32-bit words, four elements each, whose rows are ``stride`` words apart.
         row: the tile's first row, a multiple of 128.
         column: its first column, int64.
@@ -110,13 +110,22 @@ def store_turned(q0, q1, q2, q3, factor, base, row, column, stride):
 
 
 @triton.jit
-def _store_quarter(quarter, out, out_scale, row, column, columns, padded):
-    """A quarter with scales along its rows: elements ``out [padded, columns]``, scales ``out_scale [columns / 128, padded]``."""
-    bits = tl.max(magnitude(quarter), 1)
+def store_elements(quarter, out, row, column, columns):
+    """Rows ``row + 4 g`` of a tile, scaled already, into ``out [rows, columns]`` E4M3."""
     rows = row + 4 * tl.arange(0, QUARTER)
-    elements = (quarter * inverse_scale(bits)[:, None]).to(tl.float8e4nv)
-    tl.store(out + rows[:, None] * columns + (column + tl.arange(0, BLOCK))[None, :], elements)
-    tl.store(out_scale + (column // BLOCK).to(tl.int64) * padded + rows, scale(bits))
+    tl.store(out + rows[:, None] * columns + (column + tl.arange(0, BLOCK))[None, :], quarter.to(tl.float8e4nv))
+
+
+@triton.jit
+def largest(q0, q1, q2, q3):
+    """Magnitudes of four quarters, the largest of each place: ``[32, 128]``."""
+    return tl.maximum(tl.maximum(magnitude(q0), magnitude(q1)), tl.maximum(magnitude(q2), magnitude(q3)))
+
+
+@triton.jit
+def _interleaved(x0, x1, x2, x3):
+    """A number for each row of four quarters, ``[32]`` each, in the order of rows: ``[32, 4]``."""
+    return tl.reshape(tl.join(tl.join(x0, x2), tl.join(x1, x3)), [QUARTER, 4])
 
 
 @triton.jit
@@ -132,10 +141,14 @@ def store_both(q0, q1, q2, q3, row_tile, column_tile, columns, padded, out, out_
     """
     row = row_tile.to(tl.int64) * BLOCK
     column = column_tile * BLOCK
-    _store_quarter(q0, out, out_scale, row, column, columns, padded)
-    _store_quarter(q1, out, out_scale, row + 1, column, columns, padded)
-    _store_quarter(q2, out, out_scale, row + 2, column, columns, padded)
-    _store_quarter(q3, out, out_scale, row + 3, column, columns, padded)
-    bits = tl.max(tl.maximum(tl.maximum(magnitude(q0), magnitude(q1)), tl.maximum(magnitude(q2), magnitude(q3))), 0)
+    b0, b1, b2, b3 = tl.max(magnitude(q0), 1), tl.max(magnitude(q1), 1), tl.max(magnitude(q2), 1), tl.max(magnitude(q3), 1)
+    store_elements(q0 * inverse_scale(b0)[:, None], out, row, column, columns)
+    store_elements(q1 * inverse_scale(b1)[:, None], out, row + 1, column, columns)
+    store_elements(q2 * inverse_scale(b2)[:, None], out, row + 2, column, columns)
+    store_elements(q3 * inverse_scale(b3)[:, None], out, row + 3, column, columns)
+    rows = row + 4 * tl.arange(0, QUARTER)[:, None] + tl.arange(0, 4)[None, :]
+    # one store of all 128 scales: each exchange between threads costs two barriers
+    tl.store(out_scale + column_tile.to(tl.int64) * padded + rows, scale(_interleaved(b0, b1, b2, b3)))
+    bits = tl.max(largest(q0, q1, q2, q3), 0)
     store_turned(q0, q1, q2, q3, inverse_scale(bits)[None, :], turned, row, column.to(tl.int64), padded // 4)
     tl.store(turned_scale + row_tile.to(tl.int64) * columns + column + tl.arange(0, BLOCK), scale(bits))
