@@ -76,6 +76,19 @@ def test_no_speed_is_reported_for_a_backend_that_is_wrong(fault, tmp_path, capsy
         assert list(csv.DictReader(file)) == []
 
 
+@CPU
+def test_a_run_that_is_cut_off_keeps_what_it_has_timed(tmp_path):
+    def cut_off(function, work, mode):
+        if mode == "bwd":
+            raise KeyboardInterrupt
+        return {"ms": 1.0}
+
+    with patch("gem_kernels.bench.measure.measure", cut_off), pytest.raises(KeyboardInterrupt):
+        run(op=["jagged_pad"], backend=["triton"], csv_file=tmp_path / "rows.csv")
+    with (tmp_path / "rows.csv").open() as file:
+        assert [row["mode"] for row in csv.DictReader(file)] == ["fwd"]
+
+
 ROW = {"op": "gdpa", "activation": "gelu", "shape": "self-L256", "backend": "triton", "mode": "fwd", "tflops": "300", "gbps": "2"}
 
 

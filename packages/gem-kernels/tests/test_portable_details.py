@@ -16,6 +16,7 @@ from gem_kernels.ops import host
 from gem_kernels.ops.block_attention import configs as block_configs
 from gem_kernels.ops.block_attention import launch as block_launch
 from gem_kernels.ops.norm_linear import launch as norm_launch
+from gem_kernels.ops.norm_linear import rows_launch
 from gem_kernels.ops.pooled_attention import launch as pooled_launch
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="these run under the interpreter")
@@ -141,10 +142,50 @@ def test_what_the_copy_engine_cannot_address_is_computed_all_the_same():
         compare(changed(work, **odd))
 
 
+def bare(rows=70, **options):
+    """A norm after the product, with nothing done to the normed rows."""
+    x, weight, bias = (torch.randn(shape).half().requires_grad_() for shape in ((rows, 56), (72, 56), (72,)))
+    return changed(draw("norm_linear"), x=x, weight=weight, bias=bias, where="after", **options)
+
+
+@pytest.mark.parametrize("norm", ["rms", "layer"])
+@pytest.mark.parametrize("rows", [1, 33, 70])
+def test_rows_normed_after_a_product_are_not_computed_again_for_their_gradients(norm, rows):
+    with patch.object(norm_launch, "F", None):  # torch's products
+        compare(bare(rows, norm=norm))
+    for more in (
+        {"gamma": torch.randn(72).half().requires_grad_()},
+        {"residual": torch.randn(rows, 72).half().requires_grad_()},
+        {"return_sum": True},
+    ):
+        compare(bare(rows, norm=norm, **more))  # the result is not the normed rows, or not alone
+
+
+@pytest.mark.parametrize("fault", [lambda r: r * 1.1, lambda r: r.roll(1)], ids=["scaled", "shifted"])
+def test_a_planted_fault_in_the_factors_of_the_rows_is_noticed(fault):
+    real = norm_launch.norm_rows_grad
+
+    def wrong(*arguments, factors, **options):
+        return real(*arguments, factors=fault(factors), **options)
+
+    with patch.object(norm_launch, "norm_rows_grad", wrong), pytest.raises(AssertionError):
+        compare(bare())
+
+
+@pytest.mark.parametrize("rows", [0, 7])
+def test_fake_results_have_the_shapes_of_kept_factors(rows):
+    work = bare(rows)
+    options = (work.arguments["bias"], None, None, None, False, False, 1e-5, False)
+    given = (work.arguments["x"], work.arguments["weight"], *options)
+    torch.library.opcheck(torch.ops.gem_kernels.norm_linear.default, given, test_utils=("test_schema", "test_faketensor"))
+    assert torch.ops.gem_kernels.norm_linear(*given)[2].shape == (rows,)
+
+
 def test_columns_gradients_are_added_by_a_fixed_number_of_programs():
-    work = draw("norm_linear", (33,), gamma=torch.randn(24, requires_grad=True))
+    columns = {"gamma": torch.randn(40, requires_grad=True), "bias": torch.randn(40, requires_grad=True)}
+    work = draw("norm_linear", (133,), where="after", **columns)
     full = results(kernel_of("norm_linear"), work)
-    with patch.object(norm_launch, "PROGRAMS", 2):
+    with patch.object(rows_launch, "PROGRAMS", 2):
         few = results(kernel_of("norm_linear"), work)
     for a, b in zip(full, few, strict=True):
         assert_close(a, b, bound=1e-6)

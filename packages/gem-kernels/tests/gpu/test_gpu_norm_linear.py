@@ -71,6 +71,13 @@ def test_matrices_that_fit_into_shared_memory_with_gamma_and_bias(rows, inner, w
     check(*draw(rows, inner, width, where, "affine", norm, torch.bfloat16))
 
 
+@pytest.mark.parametrize("norm", ["rms", "layer"])
+@pytest.mark.parametrize("width", [512, 200])
+def test_gradients_from_the_normed_rows_themselves_with_a_bias(width, norm):
+    named, options = draw(5000, 256, width, "after", "affine", norm, torch.bfloat16)
+    check({name: t for name, t in named.items() if name not in ("gamma", "beta")}, options)
+
+
 @pytest.mark.parametrize("where", ["before", "after"])
 def test_views_that_the_copy_engine_reads_by_stride_or_not_at_all(where):
     """Rows of a wider tensor, and an upstream gradient and rows at addresses that are no multiple of 16 bytes."""

@@ -38,19 +38,19 @@ def bench(
 
     if not smoke and not torch.cuda.is_available():
         raise MachineError("gem kernels bench", "there is no CUDA device", "Run it on one, or with --smoke to see that it runs.")
-    rows = []
+    rows: list[dict[str, Any]] = []
+    _append(csv_file, rows)
     for name in ops:
         places = [s for s in SHAPES_OF[name] if s in shapes]
         for place in places[:1] if smoke else places:
             for variant in VARIANTS_OF.get(name, ("",)):
                 for row in _rows(name, variant, place, dtype, backend, modes, smoke):
-                    rows.append(row)
                     print(*(f"{row.get(field, '')!s:>{width}}" for field, width in _SHOWN.items()), row.get("note", ""), flush=True)
-    timed = [row for row in rows if "note" not in row]
-    if csv_file is not None:
-        _append(csv_file, timed)
+                    if "note" not in row:
+                        rows.append(row)
+                        _append(csv_file, [row])
     if plot is not None:
-        draw(timed, plot)
+        draw(rows, plot)
 
 
 _SHOWN = {"op": 20, "backend": 12, "activation": 14, "shape": 18, "mode": 4, "ms": 10, "tflops": 8, "gbps": 8, "peak_mib": 10}
@@ -118,7 +118,10 @@ def machine() -> dict[str, str]:
     return {"date": datetime.date.today().isoformat(), "gpu": gpu, "torch": torch.__version__, "triton": version}
 
 
-def _append(path: Path, rows: list[dict[str, Any]]) -> None:
+def _append(path: Path | None, rows: list[dict[str, Any]]) -> None:
+    """Each row as soon as it is there: a run that is cut off keeps what it has timed."""
+    if path is None:
+        return
     new = not path.exists()
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", newline="") as file:

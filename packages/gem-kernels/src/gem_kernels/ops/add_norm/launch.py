@@ -15,9 +15,7 @@ from gem_core.spec import KernelUnavailable
 from gem_kernels.ops import host
 from gem_kernels.ops.direct import differentiable, direct
 from gem_kernels.ops.limits import MAX_NORM_WIDTH
-from gem_kernels.ops.norm_linear.launch import norm_rows, norm_rows_grad
-
-Maybe = Tensor | None
+from gem_kernels.ops.norm_linear.rows_launch import Maybe, norm_rows, norm_rows_grad
 
 
 def add_norm(
@@ -60,7 +58,7 @@ def _grad(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of the sum, gamma, beta and the gate; empty tensors for what is not there."""
     *given, factor = _rows(x, residual, gamma, beta, gate)
-    dz, dgamma, dbeta, dgate = norm_rows_grad(dy, *given, gate=factor, layer=layer, eps=eps)
+    dz, dgamma, dbeta, dgate, *_ = norm_rows_grad(dy, *given, gate=factor, layer=layer, eps=eps)
     dgamma, dbeta = (x.new_empty(0) if grad is None else grad for grad in (dgamma, dbeta))
     return dz.view(x.shape), dgamma, dbeta, x.new_empty(0) if dgate is None else dgate.view(x.shape)
 

@@ -15,7 +15,7 @@ from gem_kernels.ops import host
 from gem_kernels.ops.block_attention.configs import INTERPRETER, TILE, Key, choose
 from gem_kernels.ops.direct import differentiable, direct
 from gem_kernels.ops.limits import MAX_BLOCK, MAX_BLOCK_WIDTH
-from gem_kernels.ops.norm_linear.launch import norm_rows_grad
+from gem_kernels.ops.norm_linear.rows_launch import norm_rows_grad
 
 AXIS = 2**31 - 2**16
 """Size of the descriptor axes that are not to end anywhere."""
@@ -187,7 +187,7 @@ def _grad(
 def _through_norm(dy: Tensor, x: Tensor, gain: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Gradients of heads and gain by that of the normed heads."""
     flat = x.reshape(-1, x.shape[-1])
-    dx, dgain, _, _ = norm_rows_grad(dy.view(-1, dy.shape[-1]), flat, None, gain.contiguous(), None, layer=False, eps=eps)
+    dx, dgain, *_ = norm_rows_grad(dy.view(-1, dy.shape[-1]), flat, None, gain.contiguous(), None, layer=False, eps=eps)
     assert dgain is not None  # as there is a gain
     return dx.view(x.shape), dgain
 

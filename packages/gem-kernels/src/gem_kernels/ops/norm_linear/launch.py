@@ -18,16 +18,12 @@ from gem_kernels.ops import host
 from gem_kernels.ops.direct import differentiable, direct
 from gem_kernels.ops.limits import MAX_NORM_WIDTH
 from gem_kernels.ops.norm_linear import hopper_launch
+from gem_kernels.ops.norm_linear.rows_launch import Maybe, norm_rows, norm_rows_grad
 
 FUSED_WIDTH = 512
 """Widest normed rows of the fused kernels: ``after`` holds them in registers."""
 MAX_ROWS = 2**30
 """The copy engine counts rows in 32 bits."""
-PROGRAMS = 1024
-"""Programs that add up columns' gradients, whatever the device, so that their rounding is the same everywhere."""
-
-
-Maybe = Tensor | None
 
 
 class Tile(NamedTuple):
@@ -71,62 +67,8 @@ def norm_linear(
 
 
 @cache
-def _rows() -> Any:
-    return import_module("gem_kernels.ops.norm_linear.rows")
-
-
-@cache
 def _kernels() -> Any:
     return import_module("gem_kernels.ops.norm_linear.triton")
-
-
-def row_tile(width: int) -> tuple[int, int, int]:
-    """Rows and columns of a tile of whole rows, and warps: about 4,096 values a program."""
-    block = host.block_width(width)
-    return max(1, min(16, 4096 // block)), block, 4 if block <= 2048 else 8
-
-
-def norm_rows(
-    x: Tensor, residual: Maybe, gamma: Maybe, beta: Maybe, *, layer: bool, eps: float, gate: Maybe = None, keep: bool = False
-) -> tuple[Tensor, Tensor]:
-    """``N(x + residual) gate`` of ``[rows, width]`` and, with ``keep``, ``x + residual`` (else an empty tensor)."""
-    rows, width = x.shape
-    out, total = x.new_empty(x.shape), x.new_empty(x.shape if keep else (0,))
-    if x.numel():
-        tile, block, warps = row_tile(width)
-        host.launch(
-            _rows().forward_kernel, x, -(-rows // tile), x=x, residual=residual, gamma=gamma, beta=beta, gate=gate, out=out,
-            total=total if keep else None, rows=rows, eps=eps, **_strides(x, residual, gate), LAYER=layer, WIDTH=width, ROWS=tile, BLOCK=block,
-            num_warps=warps,
-        )  # fmt: skip
-    return out, total
-
-
-def norm_rows_grad(
-    dy: Tensor, x: Tensor, residual: Maybe, gamma: Maybe, beta: Maybe, *, layer: bool, eps: float, gate: Maybe = None, dtotal: Maybe = None
-) -> tuple[Tensor, Maybe, Maybe, Maybe]:
-    """Gradients of ``x`` (and of the residual, which is the same), gamma, beta and the gate."""
-    rows, width = x.shape
-    dz, dgate = x.new_empty(x.shape), None if gate is None else x.new_empty(x.shape)
-    tile, block, warps = row_tile(width)
-    programs = min(PROGRAMS, -(-rows // tile))
-    dgamma, dbeta = (None if t is None else x.new_zeros((programs, width), dtype=torch.float32) for t in (gamma, beta))
-    if x.numel():
-        host.launch(
-            _rows().backward_kernel, x, -(-rows // tile), programs=programs, x=x, residual=residual, gamma=gamma, beta=beta, gate=gate,
-            dy=dy.contiguous(), dtotal=None if dtotal is None else dtotal.contiguous(), dz=dz, dgamma=dgamma, dbeta=dbeta, dgate=dgate, rows=rows,
-            eps=eps, **_strides(x, residual, gate), LAYER=layer, WIDTH=width, ROWS=tile, BLOCK=block, num_warps=warps,
-        )  # fmt: skip
-    return dz, _added(dgamma, x.dtype), _added(dbeta, x.dtype), dgate
-
-
-def _strides(x: Tensor, residual: Maybe, gate: Maybe) -> dict[str, int]:
-    """Steps from row to row, 0 where there are none."""
-    return {f"{name}_stride": 0 if t is None else t.stride(0) for name, t in (("x", x), ("residual", residual), ("gate", gate))}
-
-
-def _added(parts: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    return None if parts is None else parts.sum(0).to(dtype)
 
 
 def _fits(x: Tensor, weight: Tensor, before: bool) -> bool:
@@ -170,9 +112,18 @@ def _on_hopper(x: Tensor, weight: Tensor, residual: Maybe, keep: bool) -> bool:
     return residual is None and not keep and x.element_size() == 2 and hopper_launch.here(x) and hopper_launch.cut(*weight.shape) is not None
 
 
-def _keeps_factors(x: Tensor, weight: Tensor, residual: Maybe, layer: bool, keep: bool) -> bool:
-    """Whether the factors of the rows are kept, from which the Hopper kernel makes the gradients."""
-    return not layer and _on_hopper(x, weight, residual, keep) and hopper_launch.cut_grad(*weight.shape) is not None
+def _hopper_grads(x: Tensor, weight: Tensor, layer: bool) -> bool:
+    """Whether the gradients of a call that the Hopper kernels take are made by one of them, from the result and the factors of the rows."""
+    return not layer and _on_hopper(x, weight, None, False) and hopper_launch.cut_grad(*weight.shape) is not None
+
+
+def _keeps_factors(x: Tensor, weight: Tensor, gamma: Maybe, beta: Maybe, residual: Maybe, layer: bool, before: bool, keep: bool) -> bool:
+    """Whether the factors of the rows are kept with the result, if the call fits: for the Hopper kernel of the gradients; and after the product where
+    nothing was done to the normed rows, which then need not be computed again."""
+    if residual is not None or keep or x.element_size() != 2:
+        return False
+    bare = not before and gamma is None and beta is None and weight.shape[0] <= FUSED_WIDTH
+    return bare or _hopper_grads(x, weight, layer)
 
 
 def _fused_before(x: Tensor, weight: Tensor, bias: Maybe, gamma: Maybe, beta: Maybe, layer: bool, eps: float, factors: Maybe) -> Tensor:
@@ -195,7 +146,7 @@ def _fused_after(x: Tensor, weight: Tensor, bias: Maybe, gamma: Maybe, beta: May
     cut = after_tile(weight.shape[0], host.roomy(x))
     if host.interpreted():
         cut = INTERPRETER._replace(block=cut.block)
-    return _launch_fused(_kernels().after_kernel, cut, x, weight, layer, eps, bias=bias, gamma=gamma, beta=beta)
+    return _launch_fused(_kernels().after_kernel, cut, x, weight, layer, eps, bias=bias, gamma=gamma, beta=beta, factors=factors)
 
 
 @torch.library.custom_op("gem_kernels::norm_linear", mutates_args=())
@@ -211,14 +162,14 @@ def _forward(
     eps: float,
     keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The result, what was normed (empty unless ``keep``), and the rows' factors (empty unless the Hopper kernels take them for the gradients)."""
+    """The result, what was normed (empty unless ``keep``), and the rows' factors (empty unless the gradients are made from them)."""
     host.check_call("norm_linear", x, (weight, bias, gamma, beta, residual))
     normed = weight.shape[1] if before else weight.shape[0]
     if normed > MAX_NORM_WIDTH:
         raise KernelUnavailable("norm_linear with backend 'triton'", f"rows of {normed} are above {MAX_NORM_WIDTH}", "Use backend='reference'.")
     x, weight, residual = _readable(x, weight, residual)
     fits = residual is None and not keep and _fits(x, weight, before)
-    kept = x.shape[0] if _keeps_factors(x, weight, residual, layer, keep) else 0
+    kept = x.shape[0] if _keeps_factors(x, weight, gamma, beta, residual, layer, before, keep) else 0
     factors = (x.new_empty if fits else x.new_zeros)(kept, dtype=torch.float32)
     with host.no_autocast(x):
         if fits:
@@ -254,21 +205,23 @@ def _grad(
     """Gradients of x, weight, bias, gamma, beta, and after the matmul of what was normed; empty tensors for what is not there."""
     x, weight, residual = _readable(x, weight, residual)
     options: dict[str, Any] = {"layer": layer, "eps": eps, "dtotal": dtotal}
+    if not _fits(x, weight, before):
+        out = factors = None  # the result is there, but nothing was written into the factors
     with host.no_autocast(x):
-        if out is not None and factors is not None and _fits(x, weight, before):
+        if out is not None and factors is not None and _hopper_grads(x, weight, layer):
             dx, dweight, dbias, dgamma = hopper_launch.backward(dout, x, weight, bias, gamma, out, factors, before=before, eps=eps)
             return dx, dweight, _filled(x, dbias), _filled(x, dgamma), x.new_empty(0), x.new_empty(0)
         if before:
-            rows, _ = norm_rows(x, residual, gamma, beta, layer=layer, eps=eps)
-            dx, dgamma, dbeta, _ = norm_rows_grad(dout @ weight, x, residual, gamma, beta, **options)
-            dz, dweight, of_bias = None, dout.mT @ rows, dout
+            found = norm_rows_grad(dout @ weight, x, residual, gamma, beta, normed=True, **options)
+            assert found.normed is not None
+            dx, dweight = found.dz, dout.mT @ found.normed
+            dbias = None if bias is None else dout.sum(0)
         else:
-            dz, dgamma, dbeta, _ = norm_rows_grad(dout, F.linear(x, weight, bias), residual, gamma, beta, **options)
-            dx, dweight, of_bias = dz @ weight, dz.mT @ x, dz
-        dbias = None if bias is None else of_bias.sum(0)
-    if residual is None:
-        dz = None
-    return dx, dweight, _filled(x, dbias), _filled(x, dgamma), _filled(x, dbeta), _filled(x, dz)
+            rows = F.linear(x, weight, bias) if out is None else out
+            found = norm_rows_grad(dout, rows, residual, gamma, beta, factors=factors, total=bias is not None, **options)
+            dx, dweight, dbias = found.dz @ weight, found.dz.mT @ x, found.total
+    dz = None if before or residual is None else found.dz
+    return dx, dweight, _filled(x, dbias), _filled(x, found.dgamma), _filled(x, found.dbeta), _filled(x, dz)
 
 
 def _filled(like: Tensor, grad: Tensor | None) -> Tensor:
@@ -279,7 +232,8 @@ def _filled(like: Tensor, grad: Tensor | None) -> Tensor:
 @_forward.register_fake
 def _(x: Tensor, weight: Tensor, bias: Any, gamma: Any, beta: Any, residual: Any, layer: bool, before: bool, eps: float, keep: bool) -> Any:
     out = x.new_empty((x.shape[0], weight.shape[0]))
-    factors = x.new_empty(x.shape[0] if _keeps_factors(x, weight, residual, layer, keep) else 0, dtype=torch.float32)
+    kept = _keeps_factors(x, weight, gamma, beta, residual, layer, before, keep)
+    factors = x.new_empty(x.shape[0] if kept else 0, dtype=torch.float32)
     return out, x.new_empty((x.shape if before else out.shape) if keep else (0,)), factors
 
 

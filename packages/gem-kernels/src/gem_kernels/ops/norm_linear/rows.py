@@ -85,21 +85,33 @@ def forward_kernel(
 
 @triton.jit(do_not_specialize=_VARYING)
 def backward_kernel(
-    x, residual, gamma, beta, gate, dy, dtotal, dz, dgamma, dbeta, dgate, rows, tiles, eps, x_stride, residual_stride, gate_stride,
+    x, residual, gamma, beta, gate, factors, dy, dtotal, dz, normed, dgamma, dbeta, dgate, dsum, rows, tiles, eps, x_stride, residual_stride,
+    gate_stride,
     LAYER: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """``dz [rows, WIDTH]``, with the gradient of what was normed added unless None, ``dgate`` like it if there is a gate, and ``dgamma``, ``dbeta``
-    ``[programs, WIDTH]`` float32."""
+    and ``dsum``, the sums of dz over rows, ``[programs, WIDTH]`` float32.
+
+    With ``factors [rows]`` float32, ``x`` holds rows that are normed already. ``normed [rows, WIDTH]`` gets N(x + residual), unless None.
+    """
     scale = load_columns(gamma, 1.0, WIDTH, BLOCK)
     shift = load_columns(beta, 0.0, WIDTH, BLOCK)
     scale_sum = tl.zeros([BLOCK], tl.float32)
     shift_sum = tl.zeros([BLOCK], tl.float32)
+    grad_sum = tl.zeros([BLOCK], tl.float32)
     for tile in range(tl.program_id(0).to(tl.int64), tiles, tl.num_programs(0)):
         first = tile * ROWS
         z = load_tile(x, first, rows, x_stride, WIDTH, ROWS, BLOCK)
         if residual is not None:
             z += load_tile(residual, first, rows, residual_stride, WIDTH, ROWS, BLOCK)
-        n, r = normalise(z, eps, LAYER, WIDTH, BLOCK)
+        if factors is None:
+            n, r = normalise(z, eps, LAYER, WIDTH, BLOCK)
+        else:
+            row = first + tl.arange(0, ROWS)
+            n = z
+            r = tl.load(factors + row, mask=row < rows, other=0.0)
+        if normed is not None:
+            store_tile(normed, n * scale + shift, first, rows, WIDTH, WIDTH, ROWS, BLOCK)
         g = load_tile(dy, first, rows, WIDTH, WIDTH, ROWS, BLOCK)
         if gate is not None:
             store_tile(dgate, g * (n * scale + shift), first, rows, WIDTH, WIDTH, ROWS, BLOCK)
@@ -112,9 +124,13 @@ def backward_kernel(
         if dtotal is not None:
             grad += load_tile(dtotal, first, rows, WIDTH, WIDTH, ROWS, BLOCK)
         store_tile(dz, grad, first, rows, WIDTH, WIDTH, ROWS, BLOCK)
+        if dsum is not None:
+            grad_sum += tl.sum(grad, 0)
     c = tl.arange(0, BLOCK)
     at = tl.program_id(0).to(tl.int64) * WIDTH + c
     if dgamma is not None:
         tl.store(dgamma + at, scale_sum, mask=c < WIDTH)
     if dbeta is not None:
         tl.store(dbeta + at, shift_sum, mask=c < WIDTH)
+    if dsum is not None:
+        tl.store(dsum + at, grad_sum, mask=c < WIDTH)

@@ -20,16 +20,20 @@ PART = tl.constexpr(16)
 
 @triton.jit(do_not_specialize=_VARYING)
 def after_kernel(
-    x, weight, bias, gamma, beta, out, rows, tiles, eps,
+    x, weight, bias, gamma, beta, out, factors, rows, tiles, eps,
     LAYER: tl.constexpr, WIDTH: tl.constexpr, INNER: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """``out [rows, WIDTH]`` = N(x wᵀ + bias). ``INNER``: columns of x."""
+    """``out [rows, WIDTH]`` = N(x wᵀ + bias), and what the norm multiplied each row by, ``factors [rows]`` float32, unless None. ``INNER``: columns
+    of x."""
     for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=True):
         acc = tl.zeros([ROWS, BLOCK], tl.float32)
         for k in tl.range(0, INNER, STEP, num_stages=STAGES):
             acc = tl.dot(x.load([tile * ROWS, k]), tl.trans(weight.load([0, k])), acc)
-        n, _ = normalise(acc + load_columns(bias, 0.0, WIDTH, BLOCK), eps, LAYER, WIDTH, BLOCK)
+        n, r = normalise(acc + load_columns(bias, 0.0, WIDTH, BLOCK), eps, LAYER, WIDTH, BLOCK)
+        if factors is not None:
+            row = tile * ROWS + tl.arange(0, ROWS)
+            tl.store(factors + row, r, mask=row < rows)
         y = n * load_columns(gamma, 1.0, WIDTH, BLOCK) + load_columns(beta, 0.0, WIDTH, BLOCK)
         out.store([tile * ROWS, 0], y.to(out.dtype))
 

@@ -12,7 +12,7 @@ from gem_kernels.ops import host
 from gem_kernels.ops.direct import differentiable, direct
 from gem_kernels.ops.gdpa.launch import gdpa
 from gem_kernels.ops.limits import MAX_NORM_WIDTH, MAX_WIDTH
-from gem_kernels.ops.norm_linear.launch import norm_rows, norm_rows_grad, row_tile
+from gem_kernels.ops.norm_linear.rows_launch import norm_rows, norm_rows_grad, row_tile
 
 JUMPING = "gelu_fast"
 """Its slope jumps by 0.17 at both ends of the polynomial."""

@@ -1,0 +1,93 @@
+"""Launches of the row kernels: norms of rows and their gradients, for ``norm_linear`` and for the ops that are norms with something around them."""
+
+from functools import cache
+from importlib import import_module
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gem_kernels.ops import host
+
+Maybe = Tensor | None
+PROGRAMS = 1024
+"""Programs that add up columns' gradients, whatever the device, so that their rounding is the same everywhere."""
+
+
+class RowGrads(NamedTuple):
+    """What ``norm_rows_grad`` gives: gradients of x (that of the residual is the same), gamma, beta and the gate, the normed rows, and the sum of the
+    first over rows; None for what is not there or not asked for."""
+
+    dz: Tensor
+    dgamma: Maybe
+    dbeta: Maybe
+    dgate: Maybe
+    normed: Maybe
+    total: Maybe
+
+
+@cache
+def _rows() -> Any:
+    return import_module("gem_kernels.ops.norm_linear.rows")
+
+
+def row_tile(width: int) -> tuple[int, int, int]:
+    """Rows and columns of a tile of whole rows, and warps: about 4,096 values a program."""
+    block = host.block_width(width)
+    return max(1, min(16, 4096 // block)), block, 4 if block <= 2048 else 8
+
+
+def norm_rows(
+    x: Tensor, residual: Maybe, gamma: Maybe, beta: Maybe, *, layer: bool, eps: float, gate: Maybe = None, keep: bool = False
+) -> tuple[Tensor, Tensor]:
+    """``N(x + residual) gate`` of ``[rows, width]`` and, with ``keep``, ``x + residual`` (else an empty tensor)."""
+    rows, width = x.shape
+    out, total = x.new_empty(x.shape), x.new_empty(x.shape if keep else (0,))
+    if x.numel():
+        tile, block, warps = row_tile(width)
+        host.launch(
+            _rows().forward_kernel, x, -(-rows // tile), x=x, residual=residual, gamma=gamma, beta=beta, gate=gate, out=out,
+            total=total if keep else None, rows=rows, eps=eps, **_strides(x, residual, gate), LAYER=layer, WIDTH=width, ROWS=tile, BLOCK=block,
+            num_warps=warps,
+        )  # fmt: skip
+    return out, total
+
+
+def norm_rows_grad(
+    dy: Tensor, x: Tensor, residual: Maybe, gamma: Maybe, beta: Maybe, *, layer: bool, eps: float, gate: Maybe = None, dtotal: Maybe = None,
+    factors: Maybe = None, normed: bool = False, total: bool = False,
+) -> RowGrads:  # fmt: skip
+    """Gradients of ``norm_rows`` in one pass over memory.
+
+    Args:
+        dy: ``[rows, width]``, the gradient of the result.
+        x, residual, gamma, beta, layer, eps, gate: as ``norm_rows`` got them.
+        dtotal: gradient of what was normed, from elsewhere.
+        factors: ``[rows]`` float32, what each row was multiplied by; ``x`` then are the normed rows.
+        normed: also give ``N(x + residual)``.
+        total: also give the sum over rows of the gradient of x.
+    """
+    rows, width = x.shape
+    dz, dgate, rows_out = (x.new_empty(x.shape) if wanted else None for wanted in (True, gate is not None, normed))
+    tile, block, warps = row_tile(width)
+    programs = min(PROGRAMS, -(-rows // tile))
+    columns = (gamma is not None, beta is not None, total)
+    dgamma, dbeta, dsum = (x.new_zeros((programs, width), dtype=torch.float32) if wanted else None for wanted in columns)
+    if x.numel():
+        host.launch(
+            _rows().backward_kernel, x, -(-rows // tile), programs=programs, x=x, residual=residual, gamma=gamma, beta=beta, gate=gate,
+            factors=factors, dy=dy.contiguous(), dtotal=None if dtotal is None else dtotal.contiguous(), dz=dz, normed=rows_out, dgamma=dgamma,
+            dbeta=dbeta, dgate=dgate, dsum=dsum, rows=rows, eps=eps, **_strides(x, residual, gate), LAYER=layer, WIDTH=width, ROWS=tile, BLOCK=block,
+            num_warps=warps,
+        )  # fmt: skip
+    assert dz is not None
+    return RowGrads(dz, _added(dgamma, x.dtype), _added(dbeta, x.dtype), dgate, rows_out, _added(dsum, x.dtype))
+
+
+def _strides(x: Tensor, residual: Maybe, gate: Maybe) -> dict[str, int]:
+    """Steps from row to row, 0 where there are none."""
+    return {f"{name}_stride": 0 if t is None else t.stride(0) for name, t in (("x", x), ("residual", residual), ("gate", gate))}
+
+
+def _added(parts: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    return None if parts is None else parts.sum(0).to(dtype)
