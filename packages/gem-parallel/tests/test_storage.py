@@ -1,4 +1,4 @@
-"""16-bit rows, memory of rows, and first weights drawn in blocks, in one process."""
+"""16-bit rows, memory of rows, and first weights drawn into slices, in one process."""
 
 from collections.abc import Callable
 from itertools import pairwise
@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gem_core.batch import KeyedJagged
+from gem_core.ops.first_weights import draw_rows
 from gem_core.spec import MachineError, RequestError, SparseOptimizer, TableSpec, table_seed
-from gem_parallel.sparse import shards
 from gem_parallel.sparse.engine import TorchRecEmbeddings
 from gem_parallel.sparse.sharded import _keyed_jagged_tensor
 from gem_parallel.sparse.shards import Slice, draw
@@ -133,35 +133,15 @@ def test_case_C04_offsets_and_lengths_reach_torchrec_as_int64() -> None:
 
 
 @settings(max_examples=40, derandomize=True, deadline=None)
-@given(
-    rows=st.integers(1, 60), dim=st.integers(1, 9), block=st.integers(1, 400), cuts=st.lists(st.integers(0, 60), max_size=3), left=st.integers(0, 8)
-)
-def test_drawing_in_blocks_gives_the_bits_of_the_whole(rows: int, dim: int, block: int, cuts: list[int], left: int) -> None:
+@given(rows=st.integers(1, 60), dim=st.integers(1, 9), cuts=st.lists(st.integers(0, 60), max_size=3), left=st.integers(0, 8))
+def test_slices_get_the_bits_of_the_whole(rows: int, dim: int, cuts: list[int], left: int) -> None:
     table = TableSpec(name="t", rows=rows, dim=dim, features=("f",), init_scale=0.3)
-    whole = torch.empty(rows, dim).uniform_(-0.3, 0.3, generator=torch.Generator().manual_seed(table_seed(5, "t")))
+    whole = torch.empty(rows, dim)
+    draw_rows(whole, seed=table_seed(5, "t"), scale=0.3)
     edges = sorted({0, rows, *(min(cut, rows) for cut in cuts)})
     left = min(left, dim - 1)
     pieces = [Slice(table="t", start=a, tensors={"weight": torch.full((b - a, dim), torch.nan)}) for a, b in pairwise(edges)]
     pieces.append(Slice(table="t", start=0, column=left, tensors={"weight": torch.full((rows, dim - left), torch.nan)}))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shards, "DRAW_BYTES", block)
-        draw(pieces, [table], 5)
+    draw(pieces, [spec(name="other"), table], 5)
     for piece in pieces:
         assert torch.equal(piece.tensors["weight"], whole[piece.region(piece.tensors["weight"])])
-
-
-def test_drawing_allocates_a_block_and_no_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes: list[int] = []
-    empty = torch.empty
-
-    def counting(*size: int, **words: Any) -> torch.Tensor:
-        sizes.append(size[0] * size[1])
-        return empty(*size, **words)
-
-    monkeypatch.setattr(shards, "DRAW_BYTES", 4096)
-    table = spec(rows=10_000)
-    piece = Slice(table="t", start=0, tensors={"weight": torch.zeros(10_000, 8)})
-    monkeypatch.setattr(shards.torch, "empty", counting)
-    draw([piece], [table], 1)
-    assert max(sizes) * 4 <= 4096
-    assert sum(sizes) == 80_000

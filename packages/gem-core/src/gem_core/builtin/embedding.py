@@ -16,6 +16,7 @@ from torch.nn.functional import embedding_bag
 
 from gem_core.batch import KeyedJagged
 from gem_core.builtin.recorder import Recorder
+from gem_core.ops.first_weights import draw_rows
 from gem_core.ops.rows import sum_rows, update_rows
 from gem_core.spec import SparseOptimizer, TableSlice, TableSpec, check_import, check_lr, check_tables, table_seed, table_state
 
@@ -102,7 +103,7 @@ class TorchEmbeddings(nn.Module):
         self._updates = 0
         self._limits = {feature: (table.name, table.rows) for table in tables for feature in table.features}
         self._gradients = {table.name: _Gradients(table.rows) for table in tables}
-        self.weights = nn.ParameterList(_first_weights(table, seed).to(device) for table in tables)
+        self.weights = nn.ParameterList(_first_weights(table, seed, device) for table in tables)
         self._slots: dict[str, dict[str, Tensor]] = {table.name: {} for table in tables}
         self._reset_slots()
 
@@ -201,9 +202,10 @@ class TorchEmbeddings(nn.Module):
             self._slots[table.name] = {name: weight.new_zeros(shape) for name, shape in shapes.items() if name not in ("weight", "step")}
 
 
-def _first_weights(table: TableSpec, seed: int) -> Tensor:
-    generator = torch.Generator().manual_seed(table_seed(seed, table.name))
-    return torch.empty(table.rows, table.dim).uniform_(-table.init_scale, table.init_scale, generator=generator)
+def _first_weights(table: TableSpec, seed: int, device: torch.device | str) -> Tensor:
+    weight = torch.empty(table.rows, table.dim, device=device)
+    draw_rows(weight, seed=table_seed(seed, table.name), scale=table.init_scale)
+    return weight
 
 
 def _exchange(

@@ -168,9 +168,9 @@ def table_state(table: TableSpec, optimizer: SparseOptimizer) -> dict[str, tuple
 
 
 def table_seed(seed: int, table: str) -> int:
-    """Seed of the generator that draws a table's first weights: the same for every engine and number of ranks.
+    """Seed of a table's first weights: the same for every engine and number of ranks.
 
-    Every engine draws ``torch.empty(rows, dim).uniform_(-init_scale, init_scale, generator=g)`` with a CPU generator of this seed.
+    Every engine fills what it keeps with ``gem_core.ops.first_weights.draw_rows``, by this seed, the table's ``init_scale``, rows and columns.
     """
     return int.from_bytes(hashlib.sha256(f"{seed}/{table}".encode()).digest()[:8], "big") >> 1
 

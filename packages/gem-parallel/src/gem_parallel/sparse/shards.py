@@ -8,10 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from gem_core.ops.first_weights import draw_rows
 from gem_core.spec import ADAM_BETAS, SparseOptimizer, TableSlice, TableSpec, table_seed, table_state
-
-DRAW_BYTES = 8 << 20
-"""Size of the blocks in which first weights are drawn."""
 
 _SLOTS = {"sgd": (), "rowwise_adagrad": ("state",), "adam": ("exp_avg", "exp_avg_sq")}
 
@@ -92,25 +90,13 @@ def table_slices(slices: Sequence[Slice], tables: Sequence[TableSpec]) -> list[T
     ]
 
 
-@torch.no_grad()
 def draw(slices: Sequence[Slice], tables: Sequence[TableSpec], seed: int) -> None:
-    """Fill the slices with the first weights of ``gem_core.spec.table_seed``.
-
-    Rows are drawn a block at a time, so that no whole table lies in memory beside the slices: torch's generator on the CPU gives ``uniform_`` one
-    number an element, in their order, and blocks of rows therefore get the bits of the whole.
-    """
-    for table in tables:
-        mine = [piece for piece in slices if piece.table == table.name]
-        last = max((piece.rows.stop for piece in mine), default=0)
-        generator = torch.Generator().manual_seed(table_seed(seed, table.name))
-        rows = max(1, DRAW_BYTES // (4 * table.dim))
-        for first in range(0, last, rows):
-            block = torch.empty(min(rows, last - first), table.dim).uniform_(-table.init_scale, table.init_scale, generator=generator)
-            for piece in mine:
-                weight, here = piece.tensors["weight"], slice(max(first, piece.start), min(first + rows, piece.rows.stop))
-                if here.start < here.stop:
-                    columns = slice(piece.column, piece.column + weight.shape[1])
-                    weight[here.start - piece.start : here.stop - piece.start].copy_(block[here.start - first : here.stop - first, columns])
+    """Fill the slices with the first weights of ``gem_core.spec.table_seed``, where they lie: no rank draws what it does not keep."""
+    specs = {table.name: table for table in tables}
+    for piece in slices:
+        table = specs[piece.table]
+        weight = piece.tensors["weight"]
+        draw_rows(weight, seed=table_seed(seed, table.name), scale=table.init_scale, row=piece.start, column=piece.column)
 
 
 @torch.no_grad()
