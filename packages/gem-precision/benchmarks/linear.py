@@ -94,8 +94,8 @@ def product_errors(rows: int, wide_in: int, wide_out: int) -> dict[str, float]:
 
 
 def layer_errors(rows: int, wide_in: int, wide_out: int) -> dict[str, float]:
-    """A native layer beside the emulated one, for an output gradient in bfloat16: the native layer's output is, so its gradient becomes so on the way in,
-    and rounding twice would move one element in thirty by a step of E4M3."""
+    """A native layer beside the emulated one, for an output gradient in bfloat16: the native layer's output is, so its gradient becomes so on its
+    way in, and rounding twice would move one element in thirty by a step of E4M3."""
     native, emulated = (nn.Linear(wide_in, wide_out, device=DEVICE) for _ in range(2))
     emulated.load_state_dict(native.state_dict())
     rule = PRESETS["fp8_block"].rule()

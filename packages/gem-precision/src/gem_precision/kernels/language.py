@@ -148,7 +148,7 @@ def store_both(q0, q1, q2, q3, row_tile, column_tile, columns, padded, out, out_
     store_elements(q3 * inverse_scale(b3)[:, None], out, row + 3, column, columns)
     rows = row + 4 * tl.arange(0, QUARTER)[:, None] + tl.arange(0, 4)[None, :]
     # one store of all 128 scales: each exchange between threads costs two barriers
-    tl.store(out_scale + column_tile.to(tl.int64) * padded + rows, scale(_interleaved(b0, b1, b2, b3)))
+    tl.store(out_scale + tl.cast(column_tile, tl.int64) * padded + rows, scale(_interleaved(b0, b1, b2, b3)))
     bits = tl.max(largest(q0, q1, q2, q3), 0)
     store_turned(q0, q1, q2, q3, inverse_scale(bits)[None, :], turned, row, column.to(tl.int64), padded // 4)
     tl.store(turned_scale + row_tile.to(tl.int64) * columns + column + tl.arange(0, BLOCK), scale(bits))
