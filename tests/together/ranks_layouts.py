@@ -1,9 +1,10 @@
-"""Run by test_layout_matrix.py: eight ranks, forked once, train in every layout of the five axes; what each of them saw is written down.
+"""Run by test_layout_matrix.py (eight ranks) and test_layouts_gpu.py (two GPUs): ranks, forked once, train in every layout of the five axes; what
+each saw is written down.
 
 Each layout takes the first half of a run, and the second half of the run that the layout before it began, from that one's checkpoint. So every
 layout trains all steps, and loads what another has saved. Layouts of one shard take their second half with ``ddp`` in place of ``fsdp``.
 
-usage: ranks_layouts.py FOLDER
+usage: ranks_layouts.py FOLDER [WORLD DEVICE]
 """
 
 import os
@@ -47,7 +48,6 @@ SETTINGS = (
     "train.ema_decay=0.9",
     "train.log_every=1",
     "train.uneven=pad",
-    "run.device=cpu",
 )
 """Odd shares, a last step that leaves five ranks without rows, and a bound on the norm that every step meets.
 
@@ -55,17 +55,17 @@ Some gradients are zero but for rounding (the bias of keys under a softmax); the
 """
 
 
-def layouts() -> list[Layout]:
-    """All products of eight: ten grids of the dense part times four of the tables."""
-    powers = (1, 2, 4, 8)
-    grids = [(r, 8 // r // e, e) for r in powers for e in powers if 8 % (r * e) == 0]
-    return [Layout(replicate=r, shard=s, expert=e, sparse_shard=8 // m, sparse_replicate=m) for r, s, e in grids for m in powers]
+def layouts(world: int = WORLD) -> list[Layout]:
+    """All products of a power of two, of eight ten grids of the dense part times four of the tables."""
+    powers = [2**i for i in range(world.bit_length())]
+    grids = [(r, world // r // e, e) for r in powers for e in powers if world % (r * e) == 0]
+    return [Layout(replicate=r, shard=s, expert=e, sparse_shard=world // m, sparse_replicate=m) for r, s, e in grids for m in powers]
 
 
-def chosen() -> list[Layout]:
-    """Every grid of the dense part, with the grids of the tables in turn; all layouts where ``GEM_ALL_LAYOUTS`` is set."""
-    every = layouts()
-    return every if os.environ.get("GEM_ALL_LAYOUTS") else [every[4 * i + i % 4] for i in range(len(every) // 4)]
+def chosen(world: int = WORLD) -> list[Layout]:
+    """Every grid of the dense part, with the grids of the tables in turn; all layouts of two ranks, or where ``GEM_ALL_LAYOUTS`` is set."""
+    every = layouts(world)
+    return every if world == 2 or os.environ.get("GEM_ALL_LAYOUTS") else [every[4 * i + i % 4] for i in range(len(every) // 4)]
 
 
 def words(layout: Layout, *, ddp: bool) -> list[str]:
@@ -80,9 +80,9 @@ def words(layout: Layout, *, ddp: bool) -> list[str]:
     ]
 
 
-def half(folder: Path, layout: Layout, *, resume: bool) -> Run:
+def half(folder: Path, layout: Layout, device: str, *, resume: bool) -> Run:
     """Train the first steps of a new run, or the rest of a run that is there."""
-    settings = [*SETTINGS, *words(layout, ddp=resume), f"run.out={folder}", f"train.max_steps={STEPS if resume else HALF}"]
+    settings = [*SETTINGS, f"run.device={device}", *words(layout, ddp=resume), f"run.out={folder}", f"train.max_steps={STEPS if resume else HALF}"]
     run = compose(load_config("synthetic", settings), resume=folder if resume else None)
     train_epochs(run)
     run.close()
@@ -130,32 +130,37 @@ def facts(run: Run) -> dict[str, Any]:
     }
 
 
-def work(folder: Path, rank: int) -> None:
+def work(folder: Path, rank: int, world: int, device: str) -> None:
     saved: dict[str, Any] = {"kept": {}, "sent": {}, "facts": None}
-    chain = chosen()
+    chain = chosen(world)
     for index, layout in enumerate(chain):
-        first = half(folder / f"run{index}", layout, resume=False)
+        first = half(folder / f"run{index}", layout, device, resume=False)
         saved["sent"][astuple(layout)] = sent(first)
         saved["kept"][astuple(layout)] = kept_bytes(first)
         saved["facts"] = facts(first)
         if index:
-            half(folder / f"run{index - 1}", layout, resume=True)
-    half(folder / f"run{len(chain) - 1}", chain[0], resume=True)
+            half(folder / f"run{index - 1}", layout, device, resume=True)
+    half(folder / f"run{len(chain) - 1}", chain[0], device, resume=True)
+    if world == 2:
+        half(folder / "begun", chain[0], device, resume=False)
     with (folder / f"rank{rank}.pickle").open("wb") as file:
         pickle.dump(saved, file)
 
 
-def ranks(folder: Path) -> Iterator[int]:
+def ranks(folder: Path, world: int, device: str) -> Iterator[int]:
     """Fork the ranks; this process has no threads yet, and has imported what they need. Yields their process ids."""
-    for rank in range(WORLD):
+    for rank in range(world):
         child = os.fork()
         if child:
             yield child
             continue
         try:
-            os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(WORLD), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(WORLD)}
-            dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=WORLD, timeout=timedelta(seconds=120))
-            work(folder, rank)
+            os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world)}
+            backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
+            if device == "cuda":
+                torch.cuda.set_device(rank)
+            dist.init_process_group(backend, init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world, timeout=timedelta(seconds=120))
+            work(folder, rank, world, device)
             dist.barrier()
         except BaseException:
             (folder / f"error{rank}.txt").write_text(traceback.format_exc())
@@ -163,13 +168,14 @@ def ranks(folder: Path) -> Iterator[int]:
         os._exit(0)
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, world: int = WORLD, device: str = "cpu") -> None:
     torch.set_num_threads(1)
     gem_core.train.compose.close_world = lambda world, run: None  # the group serves all runs
-    children = list(ranks(folder))
+    children = list(ranks(folder, world, device))
     codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
     sys.exit(max(abs(code) for code in codes))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    folder, *more = sys.argv[1:]
+    main(Path(folder), *([int(more[0]), more[1]] if more else []))

@@ -52,7 +52,7 @@ def ranks(ran: Path) -> list[dict[str, Any]]:
 def one(gem: Gem, ran: Path) -> Path:
     """The run of one process."""
     if not (ran / "one").exists():
-        words = [word for setting in SETTINGS for word in ("--set", setting)]
+        words = [word for setting in (*SETTINGS, "run.device=cpu") for word in ("--set", setting)]
         gem("train", "-c", "synthetic", *words, "--set", f"train.max_steps={STEPS}", "--out", str(ran / "one"))
     return ran / "one"
 
@@ -97,7 +97,7 @@ def test_norms_are_clipped_and_shares_are_odd(one: Path) -> None:
 
 def test_the_comparison_sees_another_bound_on_the_norm(gem: Gem, ran: Path, one: Path) -> None:
     """The planted fault: a norm that is counted wrongly clips otherwise."""
-    words = [word for setting in SETTINGS for word in ("--set", setting)]
+    words = [word for setting in (*SETTINGS, "run.device=cpu") for word in ("--set", setting)]
     gem("train", "-c", "synthetic", *words, "--set", f"train.max_steps={STEPS}", "--set", "optim.clip_norm=0.199", "--out", str(ran / "other"))
     with pytest.raises(AssertionError):
         check(ran / "other", one)

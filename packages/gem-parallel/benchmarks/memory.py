@@ -3,9 +3,9 @@
 usage: python3 packages/gem-parallel/benchmarks/memory.py [--start ROWS] [--limit ROWS] [--set PATH=VALUE ...] [--csv FILE] [--write]
 
 The recipe is gem-h200-512 with six layers and smaller tables. A batch fits when some steps of it end well, and its speed is that of the last.
-The plain model's largest batch is found by doubling, then to a quarter. At twice that batch each way of planning gets what is left for the blocks: the
-device's memory, less what a run keeps between steps, less twice what the plain model's steps take at the most outside of its blocks; where that does
-not fit, 0.9 and 0.8 of it. Slowdown compares samples a second with the plain model's largest batch. ``--write`` adds to results/memory.csv.
+The plain model's largest batch is found by doubling, then to a quarter. At twice that batch each way of planning gets what is left for the
+blocks: the device's memory, less what a run keeps between steps, less twice what the plain model's steps take at most outside of its blocks; where
+that does not fit, 0.9 and 0.8 of it. Slowdown compares samples a second with the plain model's largest batch. ``--write`` adds to results/memory.csv.
 """
 
 import argparse
