@@ -153,12 +153,9 @@ def bare(rows=70, **options):
 def test_rows_normed_after_a_product_are_not_computed_again_for_their_gradients(norm, rows):
     with patch.object(norm_launch, "F", None):  # torch's products
         compare(bare(rows, norm=norm))
-    for more in (
-        {"gamma": torch.randn(72).half().requires_grad_()},
-        {"residual": torch.randn(rows, 72).half().requires_grad_()},
-        {"return_sum": True},
-    ):
-        compare(bare(rows, norm=norm, **more))  # the result is not the normed rows, or not alone
+    column, whole = (torch.randn(shape).half().requires_grad_() for shape in ((72,), (rows, 72)))
+    for more in ({"gamma": column}, {"residual": whole}, {"return_sum": True}):  # the result is not the normed rows, or not alone
+        compare(bare(rows, norm=norm, **more))
 
 
 @pytest.mark.parametrize("fault", [lambda r: r * 1.1, lambda r: r.roll(1)], ids=["scaled", "shifted"])
