@@ -2,6 +2,7 @@
 
 import csv
 import json
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,16 +11,18 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from gem_core.batch import Batch
 from gem_core.bench import step as step_module
 from gem_core.bench.flops import run_flops
 from gem_core.bench.ladder import RUNGS, climb, rungs_named
 from gem_core.bench.results import append_rows, check_columns, draw
-from gem_core.bench.step import COLUMNS, measure_steps
+from gem_core.bench.step import COLUMNS, StepFigures, measure_steps
 from gem_core.cli.bench import app
 from gem_core.config.load import load_config
 from gem_core.spec import KernelImpl, RequestError, RunFailed
 from gem_core.testing import fake_host, fake_module, fake_plugin
 from gem_core.train import compose as compose_module
+from gem_core.train import feed
 from gem_core.train.compose import compose, preview
 from gem_core.train.loop import epoch_feed
 
@@ -156,16 +159,78 @@ def test_figures_are_those_of_the_measured_batches(alone: None, tmp_path: Path) 
     assert 0 <= found.data_share < 1
     assert found.first_step_s > 0
     assert found.compile_s == 0
+    assert found.note == ""
+
+
+def figures_of(folder: Path) -> StepFigures:
+    """Two steps of warm-up and six measured ones."""
+    run = compose(load_config("toy", toy(folder, "data.batch_size=8")))
+    try:
+        return measure_steps(run, steps=6, warmup=2)
+    finally:
+        run.close()
+
+
+@pytest.mark.parametrize(
+    ("compiling", "before", "note"),
+    [
+        ({1}, 5, "warm-up of 5 steps, as step 1 compiled"),
+        ({1, 3}, 7, "warm-up of 7 steps, as step 3 compiled"),
+        ({1, 7}, 8, "warm-up of 8 steps, as step 7 compiled"),  # the second of the measured ones: they begin again
+        ({2, 3, 4, 5, 6, 7, 8}, 8, "warm-up of 8 steps, as step 8 compiled"),  # most steps before what is measured whatever it does
+        (set(range(1, 99)), 8, "compiled up to measured step 6: no figure of a settled run"),
+    ],
+)
+def test_steps_that_compile_are_not_measured(
+    alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiling: set[int], before: int, note: str
+) -> None:
+    """A compilation is told as torch tells it, by the number of graphs."""
+    take, flops = step_module.take, step_module.run_flops
+    seen: list[Any] = []
+    counted: list[Any] = []
+
+    def compiles(run: Any, *what: Any) -> Any:
+        run.compiled.graphs += run.progress.step + 1 in compiling
+        work = take(run, *what)
+        seen.append(work.batches[0])
+        return work
+
+    def counts(run: Any, batch: Any) -> Any:
+        counted.append(batch)
+        return flops(run, batch)
+
+    quiet = figures_of(tmp_path)
+    monkeypatch.setattr(step_module, "take", compiles)
+    monkeypatch.setattr(step_module, "run_flops", counts)
+    found = figures_of(tmp_path)
+    assert (found.note, quiet.note) == (note, "")
+    assert found.ne == quiet.ne  # of the same batches
+    assert len(seen) == before + 6
+    assert all(one is other for one, other in zip(counted, seen[before:], strict=True))
+
+
+@pytest.mark.parametrize(("owner", "name"), [(feed, "check_batch"), (Batch, "to")])
+def test_waiting_for_a_batch_to_be_read_or_copied_counts_as_data(
+    alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str
+) -> None:
+    plain, slow = getattr(owner, name), figures_of(tmp_path).ms / 1e3
+
+    def late(*what: Any) -> Any:
+        time.sleep(5 * slow)
+        return plain(*what)
+
+    monkeypatch.setattr(owner, name, late)
+    assert 0.6 < figures_of(tmp_path).data_share < 1
 
 
 def test_rounding_keeps_six_digits(alone: None) -> None:
     figures = step_module.StepFigures(
         samples_per_s=123456.789, tokens_per_s=1.0, ms=0.123456789, model_tflops=1.0, mfu_bf16=0.1, mfu_weighted=0.1, hfu=0.1, peak_gib=None, ne=None,
-        steps=3, ms_p99=1.0, data_share=0.0, first_step_s=1.0, compile_s=0.0,
+        steps=3, ms_p99=1.0, data_share=0.0, first_step_s=1.0, compile_s=0.0, note="",
     )  # fmt: skip
     row = figures.row()
     assert (row["samples_per_s"], row["ms"], row["steps"], row["ne"]) == (123457.0, 0.123457, 3, None)
-    assert tuple(COLUMNS[5:-1]) == tuple(row)
+    assert tuple(COLUMNS[5:]) == tuple(row)
 
 
 # ---- the command ----------------------------------------------------------------------------------------------------------------------------

@@ -1,23 +1,24 @@
 """Steps of a composed run, measured whole: waiting for data, look-ups, forward, backward and all updates.
 
 Model FLOPs are those of the measured batches, exactly by mask (``gem_core.bench.flops``), over wall time. Nothing is left out of the time but the
-warm-up steps before it.
+warm-up steps before it, which go on until nothing is compiled any more.
 """
 
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from itertools import count
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from gem_core.bench.flops import StepFlops, peak_seconds, run_flops, unit_peak
 from gem_core.bench.roofline import finish
 from gem_core.train.compose import Run
 from gem_core.train.feed import Feed, Work
-from gem_core.train.ledger.clock import DATA
+from gem_core.train.ledger.clock import COPY, DATA, IDS
 from gem_core.train.ledger.load import load_of
 from gem_core.train.loop import epoch_feed, take_step
 
@@ -27,6 +28,8 @@ COLUMNS = (
     "ms_p99", "data_share", "first_step_s", "compile_s", "note",
 )  # fmt: skip
 """Columns of a file of results, in order."""
+SETTLED = 4
+"""Steps without a compilation after which none is expected."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,12 +45,15 @@ class StepFigures:
         mfu_weighted: seconds that the model FLOPs would take at the peak of the format each is in, over the time.
         hfu: FLOP/s with padding and recomputation over the peak in bf16.
         peak_gib: most memory that torch held on the GPU; None on a CPU.
-        ne: normalised entropy of the first task over the measured steps, each batch scored before it is learnt; None where it is not defined.
+        ne: normalised entropy of the first task, each batch scored before it is learnt, over the ``steps`` steps after the warm-up that was asked for:
+            the same batches, however long the warm-up became. None where it is not defined.
         steps: how many were measured.
         ms_p99: 99th percentile of steps.
-        data_share: share of the time in which the host read batches; with ``train.ahead`` a GPU computes meanwhile.
+        data_share: share of the time in which the device waited for a batch to be read, its ids admitted, and copied; what a GPU computes
+            meanwhile does not count.
         first_step_s: seconds from the start of composing to the end of the first step.
         compile_s: seconds of compiling, over all steps.
+        note: what compiling did to the warm-up; empty if nothing.
     """
 
     samples_per_s: float
@@ -64,6 +70,7 @@ class StepFigures:
     data_share: float
     first_step_s: float
     compile_s: float
+    note: str
 
     def row(self) -> dict[str, Any]:
         """By column, rounded to six significant digits."""
@@ -74,6 +81,9 @@ class StepFigures:
 def measure_steps(run: Run, *, steps: int, warmup: int, told: Callable[[int], None] = lambda done: None) -> StepFigures:
     """Take ``warmup`` steps and then ``steps`` measured ones, over as many epochs as that takes.
 
+    A step that compiles is none to be measured: the warm-up goes on until ``SETTLED`` steps have compiled nothing, and begins again when a measured
+    one does. After ``warmup + steps`` steps whatever comes is measured. The note says so.
+
     Args:
         run: composed for training; it is not closed, evaluated or saved.
         steps: 1 or more.
@@ -83,28 +93,80 @@ def measure_steps(run: Run, *, steps: int, warmup: int, told: Callable[[int], No
     Raises:
         RunFailed: as training does.
     """
-    device, works = run.world.device, works_of(run)
+    walk, most = _Walk(run, told, scored=range(warmup, warmup + steps)), warmup + steps
     run.ledger.begin(0)
-    for number in range(warmup):
-        take(run, *next(works))
-        told(number + 1)
-    finish(device)
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-    run.ledger.close_window()
-    run.learner.stream.read(run.world, close_window=True)
-    seconds, done = [], []
-    begun = mark = time.perf_counter()
-    for number in range(steps):
-        work = take(run, *next(works))
-        if number == steps - 1:
-            finish(device)
-        now = time.perf_counter()
-        seconds.append(now - mark)
-        mark = now
-        done.append(work)
-        told(warmup + number + 1)
-    return _figures(run, done, np.array(seconds), mark - begun)
+    while walk.taken < warmup:
+        walk.step()
+    window = None
+    while window is None:
+        while walk.unsettled and walk.taken < most:
+            walk.step()
+        window = _Window.measured(walk, steps, most)
+    return _figures(run, window, ne=walk.ne, note=_note(walk, window, warmup))
+
+
+class _Walk:
+    """The steps of a run, one after the other.
+
+    Args:
+        scored: between which two numbers of steps the batches count for ``ne``.
+    """
+
+    def __init__(self, run: Run, told: Callable[[int], None], *, scored: range) -> None:
+        self.run, self._told, self._scored, self._works = run, told, scored, works_of(run)
+        self.taken = 0
+        self.compiled = 0
+        """The last step in which a graph was compiled; 0 for none."""
+        self.ne: float | None = None
+
+    @property
+    def unsettled(self) -> bool:
+        return self.compiled > 0 and self.taken - self.compiled < SETTLED
+
+    def step(self) -> Work:
+        graphs = self.run.compiled.graphs
+        work = take(self.run, *next(self._works))
+        self.taken += 1
+        if self.run.compiled.graphs > graphs:
+            self.compiled = self.taken
+        if self.taken in (self._scored.start, self._scored.stop):
+            self.ne = self.run.learner.stream.read(self.run.world, close_window=True)["window"][self.run.schema.tasks[0].name]["ne"]
+        self._told(self.taken)
+        return work
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Window:
+    """Measured steps: how many came before, what each had to do, seconds ``[steps]``, seconds of a mean step's parts (none where too few ended)."""
+
+    before: int
+    done: list[Work]
+    seconds: NDArray[np.float64]
+    parts: dict[str, float]
+
+    @classmethod
+    def measured(cls, walk: _Walk, steps: int, most: int) -> Self | None:
+        """The next ``steps``; None as soon as one compiles, unless ``most`` came before."""
+        device, ledger, before = walk.run.world.device, walk.run.ledger, walk.taken
+        finish(device)
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        ledger.close_window()
+        done, marks = [], [time.perf_counter()]
+        for number in range(steps):
+            done.append(walk.step())
+            if walk.compiled > before and before < most:
+                return None
+            if number == steps - 1:
+                finish(device)
+            marks.append(time.perf_counter())
+        return cls(before=before, done=done, seconds=np.diff(marks), parts=ledger.close_window().get("parts", {}))
+
+
+def _note(walk: _Walk, window: _Window, warmup: int) -> str:
+    if walk.compiled > window.before:
+        return f"compiled up to measured step {walk.compiled - window.before}: no figure of a settled run"
+    return f"warm-up of {window.before} steps, as step {walk.compiled} compiled" if window.before > warmup else ""
 
 
 def works_of(run: Run) -> Iterator[tuple[Feed, Work]]:
@@ -125,27 +187,26 @@ def take(run: Run, feed: Feed, work: Work) -> Work:
     return work
 
 
-def _figures(run: Run, done: list[Work], seconds: Any, whole: float) -> StepFigures:
-    device = run.world.device
+def _figures(run: Run, window: _Window, *, ne: float | None, note: str) -> StepFigures:
+    device, done, whole = run.world.device, window.done, float(window.seconds.sum())
     flops = sum((run_flops(run, batch) for work in done for batch in work.batches), StepFlops())
-    tokens = sum(load_of(work.batches)[0] for work in done)
-    time_of = run.ledger.close_window()
-    middle, late = np.percentile(1e3 * seconds, (50, 99)).tolist()
+    middle, late = np.percentile(1e3 * window.seconds, (50, 99)).tolist()
     peak = unit_peak("bf16", device).flops_per_second
-    (first, *_), window = run.schema.tasks, run.learner.stream.read(run.world, close_window=True)["window"]
+    waited = sum(window.parts.get(part, 0.0) for part in (DATA, IDS, COPY))
     return StepFigures(
         samples_per_s=sum(work.rows for work in done) / whole,
-        tokens_per_s=tokens / whole,
+        tokens_per_s=sum(load_of(work.batches)[0] for work in done) / whole,
         ms=middle,
         model_tflops=flops.model / whole / 1e12,
         mfu_bf16=flops.model / whole / peak,
         mfu_weighted=peak_seconds(flops.by_format, device) / whole,
         hfu=flops.hardware / whole / peak,
         peak_gib=torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else None,
-        ne=window[first.name]["ne"],
+        ne=ne,
         steps=len(done),
         ms_p99=late,
-        data_share=time_of["parts"].get(DATA, 0.0) / time_of["step"] if time_of else 0.0,
+        data_share=waited / sum(window.parts.values()) if window.parts else 0.0,
         first_step_s=run.first_step_seconds,
         compile_s=float(run.compiled.seconds),
+        note=note,
     )

@@ -28,7 +28,7 @@ def step(
     overrides: Overrides = None,
     rung: Annotated[list[str] | None, typer.Option(help="Measure only this rung, with all below it applied; may be repeated.")] = None,
     steps: Annotated[int, typer.Option(min=1, help="Measured steps of a rung.")] = 50,
-    warmup: Annotated[int, typer.Option(min=1, help="Steps of a rung before those.")] = 10,
+    warmup: Annotated[int, typer.Option(min=1, help="Steps of a rung before those, and more until nothing is compiled any more.")] = 10,
     csv_file: Annotated[Path | None, typer.Option("--csv", help="Append a row for each rung to this file.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the rungs into this file, such as FILE.svg.")] = None,
     json: Json = False,
@@ -78,10 +78,10 @@ def _row(placed: "Placed", *, steps: int, warmup: int) -> tuple[dict[str, Any], 
     if placed.reasons:
         return {**about, "note": f"cannot be here: {'; '.join(placed.reasons)}"}, False
     try:
-        told = _progress(placed.rung.name, steps + warmup)
+        told = _progress(placed.rung.name)
         run = compose(placed.loaded)
         try:
-            return {**about, **measure_steps(run, steps=steps, warmup=warmup, told=told).row(), "note": ""}, False
+            return {**about, **measure_steps(run, steps=steps, warmup=warmup, told=told).row()}, False
         finally:
             run.close()
             del run
@@ -95,14 +95,15 @@ def _row(placed: "Placed", *, steps: int, warmup: int) -> tuple[dict[str, Any], 
             torch.cuda.empty_cache()
 
 
-def _progress(rung: str, steps: int) -> Callable[[int], None]:
+def _progress(rung: str) -> Callable[[int], None]:
     """What is told of the steps on standard error: a line that is rewritten on a terminal, else one at the start."""
     live = sys.stderr.isatty()
-    print(f"{rung}: composing", end="" if live else "\n", file=sys.stderr, flush=True)
+    end = "\r" if live else "\n"
+    print(f"{rung}: composing", end=end, file=sys.stderr, flush=True)
 
     def told(done: int) -> None:
         if live:
-            print(f"\r{rung}: step {done} of {steps}", end="\r" if done == steps else "", file=sys.stderr, flush=True)
+            print(f"{rung}: step {done:<8}", end=end, file=sys.stderr, flush=True)
 
     return told
 

@@ -56,7 +56,8 @@ class KeyValues(nn.Module):
     def forward(self, sources: Tensor) -> tuple[Tensor, Tensor]:
         _, _, heads, head_dim = self.shape
         made = [nn.functional.linear(sources, weight).view(-1, self.keys, heads, head_dim) for weight in self.weight]
-        return made[0] + self.shared[0], made[1] + self.shared[1]
+        # a float32 part would widen all rows' pairs
+        return made[0] + self.shared[0].to(made[0].dtype), made[1] + self.shared[1].to(made[1].dtype)
 
     def flops(self, rows: int) -> int:
         _, width, dim = self.weight.shape

@@ -177,8 +177,8 @@ class HstuModel(DenseModel):
         context = pick(tokens, self.context).flatten(0, 1)
         events = [group(batch, embedded) for group in self.events]
         history, between, age = self._history(events) if events else (context[:0], first * 0, None)
-        dtype = torch.promote_types(tokens.dtype, target.dtype)
-        values, offsets = self.concat([(context.to(dtype), first), (history.to(dtype), between), (target.to(dtype), last)])
+        context, history, target = together(context, history, target)  # one float32 part would widen what passes from layer to layer
+        values, offsets = self.concat([(context, first), (history, between), (target, last)])
         if age is None or self.options.bias != "time":
             return values, offsets, None
         ages, _ = self.concat([(age.new_zeros(context.shape[0]), first), (age, between), (age.new_zeros(rows), last)])

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from gem_core.batch import Batch
 from gem_core.model.crossing import KeyValues
 from gem_core.model.jagged import from_end, row_of
-from gem_core.model.layers import NormLinear, together
+from gem_core.model.layers import NormLinear, compute_dtype, together
 from gem_core.model.options import SequenceOptions
 from gem_core.ops.block_attention import flops as block_attention_flops
 from gem_core.ops.gdpa import flops as gdpa_flops
@@ -42,6 +42,10 @@ class Events(NamedTuple):
     max_length: int
     age: Tensor | None
     angles: Tensor | None
+
+    def holding(self, values: Tensor) -> "Events":
+        """The same events with other values; ``_replace`` loses fields in blocks that torch 2.11 compiles."""
+        return Events(values, self.offsets, self.max_length, self.age, self.angles)
 
 
 def log_buckets(buckets: int, octaves: float, device: torch.device) -> Tensor:
@@ -136,14 +140,20 @@ class EventTokens(nn.Module):
         row = row_of(jagged.offsets, count)
         place = from_end(jagged.offsets, row)
         age = event_age(batch, name, row) if self.age is not None else None
-        when = self.place(place)
-        if self.age is not None:
-            when = when + self.age(age)
+        when = self._when(place, age)
         parts = [embedded[f"{name}.{feature.name}"][:, : self.width] for feature in self.group.ids]
         parts += [batch.event_dense[f"{name}.{feature.name}"] for feature in self.group.dense]
         values = when if self.project is None else self.project(torch.cat(parts, dim=-1), when)
         angles = None if self.rotary is None else self.rotary(place, age)
         return Events(values, jagged.offsets, jagged.max_length, age, angles)
+
+    def _when(self, place: Tensor, age: Tensor | None) -> Tensor:
+        """``place + age [events, dim]``: one look-up in the few sums that there are, in the dtype that the next kernel reads."""
+        table, bucket = self.place.weight, self.place.bucket(place)
+        if self.age is not None:
+            table = (table[:, None] + self.age.weight).flatten(0, 1)
+            bucket = bucket * self.age.weight.shape[0] + self.age.bucket(age)
+        return nn.functional.embedding(bucket, table.to(compute_dtype(table)))
 
     def events(self, batch: Batch, embedded: dict[str, Tensor]) -> int:
         """Number of events, from shapes; RequestError when the group's columns disagree."""
