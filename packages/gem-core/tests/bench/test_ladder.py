@@ -162,11 +162,11 @@ def test_figures_are_those_of_the_measured_batches(alone: None, tmp_path: Path) 
     assert found.note == ""
 
 
-def figures_of(folder: Path) -> StepFigures:
-    """Two steps of warm-up and six measured ones."""
+def figures_of(folder: Path, steps: int = 6) -> StepFigures:
+    """Of so many steps after two of warm-up."""
     run = compose(load_config("toy", toy(folder, "data.batch_size=8")))
     try:
-        return measure_steps(run, steps=6, warmup=2)
+        return measure_steps(run, steps=steps, warmup=2)
     finally:
         run.close()
 
@@ -213,14 +213,14 @@ def test_steps_that_compile_are_not_measured(
 def test_waiting_for_a_batch_to_be_read_or_copied_counts_as_data(
     alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str
 ) -> None:
-    plain, slow = getattr(owner, name), figures_of(tmp_path).ms / 1e3
+    plain, slow = getattr(owner, name), figures_of(tmp_path, 2).ms / 1e3
 
     def late(*what: Any) -> Any:
         time.sleep(5 * slow)
         return plain(*what)
 
     monkeypatch.setattr(owner, name, late)
-    assert 0.6 < figures_of(tmp_path).data_share < 1
+    assert 0.6 < figures_of(tmp_path, 2).data_share < 1
 
 
 def test_rounding_keeps_six_digits(alone: None) -> None:

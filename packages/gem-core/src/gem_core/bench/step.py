@@ -45,8 +45,8 @@ class StepFigures:
         mfu_weighted: seconds that the model FLOPs would take at the peak of the format each is in, over the time.
         hfu: FLOP/s with padding and recomputation over the peak in bf16.
         peak_gib: most memory that torch held on the GPU; None on a CPU.
-        ne: normalised entropy of the first task, each batch scored before it is learnt, over the ``steps`` steps after the warm-up that was asked for:
-            the same batches, however long the warm-up became. None where it is not defined.
+        ne: normalised entropy of the first task, each batch scored before it is learnt, over the ``steps`` steps after the warm-up asked for: one
+            and the same batches however long the warm-up became. None where it is not defined.
         steps: how many were measured.
         ms_p99: 99th percentile of steps.
         data_share: share of the time in which the device waited for a batch to be read, its ids admitted, and copied; what a GPU computes
