@@ -9,8 +9,8 @@ the first block visited, the last of the row that is seen, needs a mask, always 
 
 from gem_kernels.common.activations import activate_scaled
 from gem_kernels.common.hopper.gluon import fence_async_shared, gl, gluon, mbarrier, tma, warpgroup_mma, warpgroup_mma_init, warpgroup_mma_wait
+from gem_kernels.common.hopper.items import item_of, items_here, read_row
 from gem_kernels.common.hopper.language import accumulator, barriers, copies, hide, keys_seen, load, release, store
-from gem_kernels.ops.hstu_attention.hopper_items import item_of, items_here, read_row
 
 
 @gluon.jit

@@ -11,8 +11,8 @@ in the first block that it visits only.
 
 from gem_kernels.common.hopper.gates import weights_and_slopes
 from gem_kernels.common.hopper.gluon import fence_async_shared, gl, gluon, mbarrier, tma, warpgroup_mma, warpgroup_mma_init, warpgroup_mma_wait
+from gem_kernels.common.hopper.items import item_of, items_here, read_row
 from gem_kernels.common.hopper.language import accumulator, barriers, copies, hide, load, queries_seeing, release, store
-from gem_kernels.ops.hstu_attention.hopper_items import item_of, items_here, read_row
 
 
 @gluon.jit

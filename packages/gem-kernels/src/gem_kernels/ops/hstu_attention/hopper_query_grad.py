@@ -9,8 +9,8 @@ mask, the same one, in the first block that it visits only.
 
 from gem_kernels.common.hopper.gates import slopes_alone
 from gem_kernels.common.hopper.gluon import fence_async_shared, gl, gluon, mbarrier, tma, warpgroup_mma, warpgroup_mma_init, warpgroup_mma_wait
+from gem_kernels.common.hopper.items import item_of, items_here, read_row
 from gem_kernels.common.hopper.language import accumulator, barriers, copies, hide, keys_seen, load, store
-from gem_kernels.ops.hstu_attention.hopper_items import item_of, items_here, read_row
 
 
 @gluon.jit

@@ -1,4 +1,4 @@
-"""Which items of a tile list a program of the Hopper kernels of HSTU takes: an item is a tile and a head.
+"""Which items of a tile list a program of a Hopper kernel takes: an item is a tile and a head.
 
 Programs take turns in snake order, one way and then the other: under a causal mask the tiles of a row differ in length, and a fixed order would give
 some programs the longer one every time.
@@ -31,6 +31,6 @@ def items_here(total):
 
 @gluon.jit
 def read_row(records, item, heads):
-    """Of an item's tile: its first token within the row, and the row's first token, tokens used and tokens."""
+    """Of an item's tile: its first token within the row, and the row's first token, tokens used and tokens, queries and keys being the same."""
     base = records + item // heads * 8
     return gl.load(base + 1), gl.load(base + 2), gl.load(base + 3), gl.load(base + 4)
