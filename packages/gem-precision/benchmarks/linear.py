@@ -3,7 +3,8 @@
     python packages/gem-precision/benchmarks/linear.py --json packages/gem-precision/benchmarks/results/h200-linear.json
 
 Right comes first: each check prints its error and whether it holds, and the command ends with exit code 1 if one does not. Timings follow anyway.
-They are medians of CUDA events; ways that are compared alternate. TB/s count the bytes that a pass has to read and write, beside a copy of as many;
+They are medians of CUDA events; ways that are compared alternate, and each waits on the device until the host has given it all its work, as in training
+where the host runs ahead. TB/s count the bytes that a pass has to read and write, beside a copy of as many;
 TFLOP/s count real products. A step is forward and backward, with the cast of the weight, which an optimiser changes in each step.
 """
 
@@ -35,9 +36,13 @@ from gem_precision.presets import PRESETS
 
 DEVICE = "cuda"
 ROUNDS = 9
+PAUSE = 2_000_000
+"""Cycles of the device, about a millisecond, for which it waits while the host gives it the work of a call."""
 CHECKED = ((1, 128, 128), (200, 128, 128), (1000, 384, 640), (4096, 512, 512), (4096, 512, 2048), (4096, 1024, 4096), (4096, 4096, 1024))
 """Rows, inputs, outputs: of these the first two have scales that the library could take for scales of rows."""
 TIMED = ((1 << 19, 1024, 4096), (1 << 19, 4096, 1024), (1 << 20, 512, 512), (1 << 19, 512, 2048), (1 << 19, 1024, 1024))
+STEPPED = (*TIMED, (1 << 19, 1024, 2048), (1 << 19, 1024, 3072), (1 << 19, 2048, 1024), (1 << 18, 2048, 2048))
+"""Of whole layers: between those that gain and those that do not."""
 FUSED = ((1 << 19, 1024, 4096), (1 << 20, 512, 512), (1 << 19, 512, 2048))
 """Of a norm before a linear layer, and of two layers with an activation between them, where outputs are the hidden width."""
 ATTENDED = ((1152, 256), (288, 1024))
@@ -186,6 +191,7 @@ def medians(ways: Ways) -> dict[str, float]:
     for turn in range(ROUNDS + 1):
         for name, way in run.items():
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda._sleep(PAUSE)
             begin.record()
             way()
             end.record()
@@ -323,7 +329,7 @@ def beside_bf16(what: str, times: dict[str, float], flops: int) -> list[dict[str
 
 def timings() -> list[dict[str, Any]]:
     work = [(passes, (rows, columns)) for rows, columns in sorted({(rows, columns) for rows, _, columns in TIMED})]
-    work += [(products, shape) for shape in TIMED] + [(layers, shape) for shape in TIMED] + [(fused, shape) for shape in FUSED]
+    work += [(products, shape) for shape in TIMED] + [(layers, shape) for shape in STEPPED] + [(fused, shape) for shape in FUSED]
     work += [(attention, shape) for shape in ATTENDED]
     records = []
     for measure, shape in work:

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -34,6 +35,20 @@ def test_names_are_unique_and_every_recipe_has_an_emulation_first() -> None:
 def test_reasons_are_those_of_the_check() -> None:
     assert PICKY.why_not(Device(type="cuda", name="any", arch=90), LinearShape(inputs=256, outputs=1)) == []
     assert PICKY.why_not(HERE, LinearShape(inputs=100, outputs=1)) == ["100 inputs are no multiple of 128", "it needs a GPU"]
+
+
+def slow(device: Device, shape: LinearShape) -> list[str]:
+    """A gain that is none, found by its name."""
+    return ["it would be slow"]
+
+
+def test_a_backend_that_gains_nothing_is_not_chosen_but_may_be_named() -> None:
+    device, shape = Device(type="cuda", name="any", arch=90), LinearShape(inputs=128, outputs=1)
+    backend = replace(PICKY, gain=f"{__name__}:slow", measured=True)
+    assert backend.why_not_unasked(device, shape) == ["it would be slow"]
+    assert replace(backend, gain=None).why_not_unasked(device, shape) == []
+    assert backend.why_not_unasked(HERE, shape) == ["it needs a GPU"]  # what cannot be needs no other reason
+    require(backend, device, shape)
 
 
 def test_a_named_backend_is_used_or_refused_with_its_reasons() -> None:

@@ -25,7 +25,7 @@ def bench(monkeypatch):
     monkeypatch.setattr(module, "library_reasons", lambda *shape: ["there is no GPU"])
     monkeypatch.setattr("gem_precision.kernels.product.choose", lambda *shape: "own")
     monkeypatch.setattr(torch, "compile", lambda **how: lambda function: function)
-    for name in ("CHECKED", "TIMED", "FUSED"):
+    for name in ("CHECKED", "TIMED", "STEPPED", "FUSED"):
         monkeypatch.setattr(module, name, ((130, 128, 256),))
     monkeypatch.setattr(module, "ATTENDED", ((2, 40),))
     monkeypatch.setattr(module, "medians", lambda ways: dict.fromkeys(module.working(ways), 2.0))

@@ -12,7 +12,7 @@ from gem_precision.recipes.low_precision import fp8_block, fp8_rowwise
 
 
 def model() -> nn.Module:
-    return nn.ModuleDict({"body": nn.Linear(128, 256), "odd": nn.Linear(130, 256)})
+    return nn.ModuleDict({"body": nn.Linear(1024, 4096, device="meta"), "odd": nn.Linear(130, 256), "narrow": nn.Linear(512, 512)})
 
 
 @pytest.fixture
@@ -42,6 +42,18 @@ def test_a_layer_that_fits_is_native_and_the_other_stays(hopper: None, monkeypat
     assert rule_of(net["body"]) is not None
     assert "130 inputs are no multiple of 128" in decisions["odd"].reason
     assert rule_of(net["odd"]) is None
+
+
+def test_a_layer_that_would_be_slower_than_in_bfloat16_stays_and_says_so(hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured(monkeypatch)
+    net = model()
+    decisions = {d.module: d for d in fp8_block(emulate=False, islands=()).prepare(net, "cuda")}
+    assert rule_of(net["narrow"]) is None
+    assert "a matrix of 512 x 512 is slower than in bfloat16" in decisions["narrow"].reason
+    assert "is 256; from" in decisions["narrow"].reason
+    named = model()
+    fp8_block(emulate=False, linear="fp8_block_native", high=("odd",), islands=()).prepare(named, "cuda")
+    assert rule_of(named["narrow"]) is not None  # who names it gets it
 
 
 @pytest.mark.parametrize("taken", [False, True])

@@ -104,7 +104,9 @@ def test_shapes_whose_scales_the_library_could_take_for_others_are_not_given_to_
 
 def test_few_tiles_and_a_long_contraction_are_split():
     assert choose(1 << 19, 4096, 1024, True) == choose(4096, 1024, 1 << 19, False) == "library"
-    assert choose(512, 512, 1 << 20, False) == "own"
+    assert choose(1024, 1024, 1 << 19, False) == "library"  # 64 tiles: measured
+    assert choose(512, 512, 1 << 20, False) == "wide"
+    assert choose(512, 384, 1 << 20, False) == "own"
     assert shares(16, 1 << 20) == 8
     assert shares(16, 128 * 40) == 2  # at least 16 blocks a part
     assert shares(16, 128) == shares(1024, 1 << 20) == shares(0, 512) == 1

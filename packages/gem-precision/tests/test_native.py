@@ -11,7 +11,7 @@ from gem_core.spec import KernelUnavailable
 from gem_precision.backends import Device, LinearShape, backends_of, find_backend, require
 from gem_precision.formats import find_format
 from gem_precision.linear import lower
-from gem_precision.native import NAMES, mx_why_not, native_linear, native_mx_linear, why_not
+from gem_precision.native import NAMES, mx_why_not, native_linear, native_mx_linear, no_gain, why_not
 from gem_precision.presets import PRESETS
 
 HOPPER = Device(type="cuda", name="any", arch=90)
@@ -32,6 +32,11 @@ def test_where_it_cannot_run_it_says_every_reason(monkeypatch):
     assert "need the block-scaled tensor cores of Blackwell (sm100), this is sm90" in mx_why_not(HOPPER, LinearShape(inputs=128, outputs=128))[0]
     monkeypatch.setattr("gem_precision.native.find_spec", lambda name: None)
     assert "triton is not installed" in why_not(HOPPER, LinearShape(inputs=128, outputs=128))[0]
+
+
+def test_only_shapes_that_were_faster_than_bfloat16_gain():
+    measured = {(512, 512): False, (512, 2048): False, (1024, 1024): False, (1024, 4096): True, (4096, 1024): True}
+    assert {(i, o): not no_gain(HOPPER, LinearShape(inputs=i, outputs=o)) for i, o in measured} == measured
 
 
 @pytest.mark.parametrize(("recipe", "function"), [("fp8_block", native_linear), ("mxfp8", native_mx_linear)])

@@ -61,6 +61,8 @@ class LinearBackend:
             gradients; ``held`` is the ``gem_precision.weights.HeldWeight`` of the layer, ``watch`` as in ``gem_precision.linear.LowForward``.
         check: ``module:function``, called as ``function(device, shape)`` with a ``Device`` and a ``LinearShape``: the reasons why it cannot be used
             there, none if it can. None for a backend that works everywhere.
+        gain: ``module:function``, called as ``check``: the reasons why it would be no faster there than bfloat16, none if it would. They do not keep
+            a backend that somebody names from computing. None for a backend whose speed is no reason to choose it.
         emulated: it gives the numbers of the format without its speed.
         measured: its results and its speed have been checked on the hardware that it is for. One that has not is used where it is named, and is
             chosen automatically only with ``GEM_UNMEASURED=1``.
@@ -70,17 +72,19 @@ class LinearBackend:
     recipe: str
     load: str
     check: str | None = None
+    gain: str | None = None
     emulated: bool = False
     measured: bool = False
 
     def why_not(self, device: Device, shape: LinearShape) -> list[str]:
         """The reasons why it cannot compute this shape on this device, none if it can."""
-        return [] if self.check is None else list(load_object(self.check)(device, shape))
+        return _told(self.check, device, shape)
 
     def why_not_unasked(self, device: Device, shape: LinearShape) -> list[str]:
         """The reasons why it is not to be chosen where nobody has named it."""
         trusted = self.measured or os.environ.get("GEM_UNMEASURED") == "1"
-        return [*([] if trusted else ["nobody has measured it yet"]), *self.why_not(device, shape)]
+        cannot = [*([] if trusted else ["nobody has measured it yet"]), *self.why_not(device, shape)]
+        return cannot or _told(self.gain, device, shape)
 
     def resolve(self) -> Callable[..., Any]:
         """Import the function that ``load`` names."""
@@ -88,12 +92,23 @@ class LinearBackend:
         return function
 
 
+def _told(function: str | None, device: Device, shape: LinearShape) -> list[str]:
+    """The reasons that a function by that name gives."""
+    return [] if function is None else list(load_object(function)(device, shape))
+
+
 BACKENDS: tuple[LinearBackend, ...] = (
     *(
         LinearBackend(name=emulated(recipe), recipe=recipe, load="gem_precision.linear:emulated_linear", emulated=True, measured=True)
         for recipe in PRESETS
     ),
-    LinearBackend(name="fp8_block_native", recipe="fp8_block", load="gem_precision.native:native_linear", check="gem_precision.native:why_not"),
+    LinearBackend(
+        name="fp8_block_native",
+        recipe="fp8_block",
+        load="gem_precision.native:native_linear",
+        check="gem_precision.native:why_not",
+        gain="gem_precision.native:no_gain",
+    ),
     LinearBackend(name="mxfp8_native", recipe="mxfp8", load="gem_precision.native:native_mx_linear", check="gem_precision.native:mx_why_not"),
 )
 """Every backend, those of one recipe in the order in which tables show them."""

@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 NAMES = {"fp8_block": "fp8_block_native", "mxfp8": "mxfp8_native"}
 """The backend of each recipe that has one."""
 
+LEAST_REACH = 800
+"""``inputs outputs / (inputs + outputs)`` from which on a step of a layer has been faster than in bfloat16 on an H200 (``benchmarks/linear.py``)."""
+
 
 class Kernels(NamedTuple):
     """Of one recipe: the cast of activations and gradients, that of weights, and the product ``left right^T`` of operands."""
@@ -50,6 +53,21 @@ def kernels_of(recipe: str) -> Kernels:
 def why_not(device: Device, shape: LinearShape) -> list[str]:
     """Why a layer cannot run as ``fp8_block_native``; none if it can."""
     return _reasons(device, shape, 90, "the FP8 tensor cores of Hopper")
+
+
+def no_gain(_: Device, shape: LinearShape) -> list[str]:
+    """Why ``fp8_block_native`` would be no faster than bfloat16; none if it would.
+
+    Per row a layer's products save time in proportion to inputs x outputs, and its casts take time in proportion to inputs + outputs.
+    """
+    reach = shape.inputs * shape.outputs // (shape.inputs + shape.outputs)
+    if reach >= LEAST_REACH:
+        return []
+    size = f"{shape.inputs} x {shape.outputs}"
+    return [
+        f"a matrix of {size} is slower than in bfloat16: its casts take more than its products save (inputs x outputs / (inputs + outputs) "
+        f"is {reach}; from {LEAST_REACH} on it was faster on an H200)"
+    ]
 
 
 def mx_why_not(device: Device, shape: LinearShape) -> list[str]:

@@ -2,8 +2,8 @@
 
 Ways with one meaning. The *library* is ``torch._scaled_mm``. Our *own* kernel, in tiles of two widths, takes what the library does not: shapes whose
 scales it would take for other kinds, and products with few tiles and a long contraction, such as the weight gradient of a narrow layer, which it
-splits along the contraction so that every multiprocessor works. Both promote partial sums to float32 every 128 elements, because the tensor cores of
-Hopper keep about 14 bits while they sum FP8 (arXiv 2412.19437).
+splits along the contraction so that every multiprocessor works; elsewhere it is slower than the library. Both promote partial sums to float32 every
+128 elements, because the tensor cores of Hopper keep about 14 bits while they sum FP8 (arXiv 2412.19437).
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -19,6 +19,8 @@ from gem_precision.kernels.language import BLOCK, MULTIPROCESSORS, TensorDescrip
 
 Way = Literal["library", "own", "wide"]
 WARPS = 8
+FEW_TILES = 32
+"""On an H200 splitting the contraction wins for 16 tiles, and the library for 64."""
 
 
 @triton.jit
@@ -117,9 +119,11 @@ def library_reasons(m: int, n: int, k: int, square: bool) -> list[str]:
 
 
 def choose(m: int, n: int, k: int, square: bool) -> Way:
-    """Who computes ``[m, k] [n, k]^T``: the library where it can and has a tile of 128 x 128 for each multiprocessor."""
+    """Who computes ``[m, k] [n, k]^T``: the library where it can, but for few tiles of 128 x 128 and a contraction long enough to be split."""
     tiles = (m // SIDE) * (n // SIDE)
-    return "own" if library_reasons(m, n, k, square) or (tiles < MULTIPROCESSORS and shares(tiles, k) > 1) else "library"
+    if tiles <= FEW_TILES and shares(tiles, k) > 1:
+        return "wide" if n % (2 * SIDE) == 0 else "own"
+    return "own" if library_reasons(m, n, k, square) else "library"
 
 
 def shares(tiles: int, k: int) -> int:
