@@ -3,9 +3,9 @@
     python packages/gem-precision/benchmarks/linear.py --json packages/gem-precision/benchmarks/results/h200-linear.json
 
 Right comes first: each check prints its error and whether it holds, and the command ends with exit code 1 if one does not. Timings follow anyway.
-They are medians of CUDA events; ways that are compared alternate, and each waits on the device until the host has given it all its work, as in training
-where the host runs ahead. TB/s count the bytes that a pass has to read and write, beside a copy of as many;
-TFLOP/s count real products. A step is forward and backward, with the cast of the weight, which an optimiser changes in each step.
+They are medians of CUDA events; ways that are compared alternate, and each waits on the device until the host has given it all its work, as in
+training, where the host runs ahead. TB/s count the bytes that a pass has to read and write, beside a copy of as many; TFLOP/s count real products. A
+step is forward and backward, with the cast of the weight, which an optimiser changes in each step.
 """
 
 import argparse

@@ -17,9 +17,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-TYPES = dict(x="*bf16", dy="*bf16", dx="*bf16", out="*fp8e4nv", turned="*i32", eps="fp32", left="tensordesc<fp8e4nv[128, 128]>",
+TYPES = dict(x="*bf16", dy="*bf16", dx="*bf16", out="*fp8e4nv", turned="*i32", ready="*i32", eps="fp32", left="tensordesc<fp8e4nv[128, 128]>",
              right="tensordesc<fp8e4nv[128, 128]>")
-NUMBERS = "rows columns padded stride x_stride dy_stride chunks blocks share".split()
+NUMBERS = "rows columns padded stride x_stride dy_stride chunks blocks share ahead".split()
 
 def build(module, kernel, constants, types, limit):
     fn = getattr(import_module("gem_precision.kernels." + module), kernel)
@@ -98,10 +98,14 @@ def test_fused_kernels_leave_room_for_two_programs_a_multiprocessor():
         ("activation", "activation_kernel", {"NAME": "gelu", "GRAD": False}, {}, 128),
     )
     for kernel in kernels:
-        assert accesses(kernel, "ld.global") <= {"v4.b32", "b32"}
+        assert accesses(kernel, "ld.global") <= {"v4.b32", "b32", "gpu.acquire.b32"}
         assert not {word for word in accesses(kernel, "st.shared") if word.endswith("b8")}
         assert kernel["registers"] <= 128
-        assert kernel["spilled"] <= 256  # a layer norm wants a few more registers
+        assert kernel["spilled"] <= 64
+        assert kernel["shared"] <= 227 * 1024 // 2
+    norm = kernels[0]["ptx"]
+    assert "cp.async.cg.shared.global" in norm  # statistics are computed while the next tiles come
+    assert "atom.global.gpu.release" in norm
 
 
 @pytest.mark.slow

@@ -70,6 +70,28 @@ def test_case_G11_a_norm_writes_its_operand_and_its_statistics(rows, columns, la
     assert torch.allclose(inverses, (variance + 1e-5).rsqrt().float(), rtol=1e-5)
 
 
+def test_what_a_strip_of_rows_gives_does_not_hang_on_how_far_its_statistics_run_ahead(monkeypatch):
+    x, gamma = data(700, 128, 1), 1 + data(1, 128, 2)[0] / 16  # six strips
+    wide = norm_both(x, gamma, gamma)
+    monkeypatch.setattr("gem_precision.kernels.norm.CACHED", 0)  # one strip
+    narrow = norm_both(x, gamma, gamma)
+    for a, b in zip(wide, narrow, strict=True):
+        pairs = [(a, b)] if isinstance(a, torch.Tensor) else [(a.along.dequantize(), b.along.dequantize()), (a.turned.scales, b.turned.scales)]
+        assert all(torch.equal(left, right) for left, right in pairs)
+    holds(narrow[0], normed(x, gamma, gamma))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
+@pytest.mark.parametrize(("rows", "columns"), [(200_000, 512), (65_537, 1024), (20_000, 4096)])
+def test_tiles_find_the_statistics_of_their_rows_when_many_programs_run_at_once(rows, columns):
+    x = torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16) * torch.logspace(-6, 6, rows, device="cuda", dtype=torch.bfloat16)[:, None]
+    both, _, inverses = norm_both(x, torch.ones(columns, device="cuda"), eps=0.0)
+    assert torch.allclose(inverses, x.float().square().mean(1).rsqrt(), rtol=1e-4)
+    rows_of_one = both.along.dequantize()[:rows].square().mean(1)  # each row is normed by its own statistics, or far off
+    assert ((rows_of_one - 1).abs() < 0.05).all()
+
+
 def test_statistics_survive_a_large_mean():
     """A sum of squares minus the square of the sum would have no digit left."""
     x = data(4, 256, 1, offset=1e4)

@@ -12,71 +12,91 @@ import torch
 from torch import Tensor
 
 from gem_core.spec import RequestError
-from gem_precision.kernels.cast import MAXNREG, SIDE, Both, load_quarter, require_matrix
+from gem_precision.kernels.cast import MAXNREG, SIDE, WARPS, Both, load_quarter, require_matrix
 from gem_precision.kernels.language import BLOCK, MULTIPROCESSORS, QUARTER, store_both, tl, triton
 
 Norm = Literal["rms", "layer"]
 CHUNK = 16
 """Rows of whole width that a program of the backward kernel holds at once; of at most ``WIDEST`` columns."""
 WIDEST = 4096
-
-
-@triton.jit
-def _quarters(x):
-    """``[32, 4]`` as the four ``[32]`` that belong to the quarters of a tile."""
-    even, odd = tl.split(tl.reshape(x, [QUARTER, 2, 2]))
-    x0, x2 = tl.split(even)
-    x1, x3 = tl.split(odd)
-    return x0, x1, x2, x3
+CACHED = 12 << 20
+"""Bytes of rows between their statistics and their second reading: a quarter of the cache of an H200, which has to hold what is written as well."""
+STAGES = tl.constexpr(3)
+"""Tiles on their way while the statistics of one are computed."""
 
 
 @triton.jit
 def _statistics(x, row, stride, rows, columns, eps, LAYER: tl.constexpr):
-    """Mean (zeros for RMS) and 1 / deviation of 128 rows, ``[32, 4]``; the means and squares of blocks of columns are merged, so nothing cancels."""
-    r = row + 4 * tl.arange(0, QUARTER)[:, None] + tl.arange(0, 4)[None, :]
-    mean, squares = tl.zeros([QUARTER, 4], tl.float32), tl.zeros([QUARTER, 4], tl.float32)
-    for first in range(0, columns, BLOCK):
-        places = x + r[:, :, None] * stride + (first + tl.arange(0, BLOCK))[None, None, :]
-        tile = tl.load(places, mask=(r < rows)[:, :, None], other=0.0).to(tl.float32)
+    """Mean (zeros for RMS) and 1 / deviation of 128 rows; the means and squares of blocks of columns are merged, so nothing cancels."""
+    r = row + tl.arange(0, BLOCK)
+    mean, squares = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
+    for first in tl.range(0, columns, BLOCK, num_stages=STAGES):
+        places = x + r[:, None] * stride + (first + tl.arange(0, BLOCK))[None, :]
+        tile = tl.load(places, mask=(r < rows)[:, None], other=0.0).to(tl.float32)
         if LAYER:
-            here = tl.sum(tile, 2) * (1.0 / BLOCK)
-            centred = tile - here[:, :, None]
+            here = tl.sum(tile, 1) * (1.0 / BLOCK)
+            centred = tile - here[:, None]
             change = here - mean
             share = BLOCK / (first + BLOCK)
             mean += change * share
-            squares += tl.sum(centred * centred, 2) + change * change * (first * share)
+            squares += tl.sum(centred * centred, 1) + change * change * (first * share)
         else:
-            squares += tl.sum(tile * tile, 2)
+            squares += tl.sum(tile * tile, 1)
     return mean, 1.0 / tl.sqrt(squares / columns + eps)
 
 
 @triton.jit
-def _normed(x, mean, inverse, gamma, beta, row, column, stride, rows, LAYER: tl.constexpr):
+def _normed(quarter, means, inverses, gamma, beta, row, column, rows, LAYER: tl.constexpr):
     """A quarter, normed; rows behind the last are zeros."""
-    c = column + tl.arange(0, BLOCK)
-    y = (load_quarter(x, row, column, stride, rows) - mean[:, None]) * inverse[:, None] * tl.load(gamma + c).to(tl.float32)[None, :]
+    c, r = column + tl.arange(0, BLOCK), row + 4 * tl.arange(0, QUARTER)
+    y = quarter
     if LAYER:
-        y += tl.load(beta + c).to(tl.float32)[None, :]
-    return tl.where((row + 4 * tl.arange(0, QUARTER) < rows)[:, None], y, 0.0)
+        y -= tl.load(means + r, mask=r < rows, other=0.0)[:, None]
+    y = y * tl.load(inverses + r, mask=r < rows, other=0.0)[:, None] * tl.load(gamma + c).to(tl.float32)[None, :]
+    if LAYER:
+        y = tl.where((r < rows)[:, None], y + tl.load(beta + c).to(tl.float32)[None, :], 0.0)
+    return y
 
 
 @triton.jit
-def norm_kernel(x, gamma, beta, stride, rows, columns, padded, eps, out, out_scale, turned, turned_scale, means, inverses, LAYER: tl.constexpr):
-    """128 rows: their statistics, then their normed values in 1 x 128 blocks along either axis."""
-    row_tile = tl.program_id(0)
-    row = row_tile.to(tl.int64) * BLOCK
-    mean, inverse = _statistics(x, row, stride, rows, columns, eps, LAYER)
-    r = row + 4 * tl.arange(0, QUARTER)[:, None] + tl.arange(0, 4)[None, :]
-    tl.store(means + r, mean, mask=r < rows)
-    tl.store(inverses + r, inverse, mask=r < rows)
-    m0, m1, m2, m3 = _quarters(mean)
-    i0, i1, i2, i3 = _quarters(inverse)
-    for column_tile in range(columns // BLOCK):
+def norm_kernel(
+    x, gamma, beta, stride, rows, columns, padded, eps, out, out_scale, turned, turned_scale, means, inverses, ready, ahead, LAYER: tl.constexpr
+):
+    """In turns of one program for the statistics of a strip of 128 rows, and one for each tile of a strip whose statistics were ``ahead`` turns
+    before: a strip is read for the second time while the cache still has it.
+
+    A tile waits for a program of a lower number, which itself waits for nothing; a GPU starts programs in the order of their numbers.
+
+    Args:
+        means, inverses: ``[rows]``, the statistics.
+        ready: int32 zeros ``[padded / 128]``, ones where a strip has its statistics.
+    """
+    across = columns // BLOCK
+    turn, place = tl.program_id(0) // (across + 1), tl.program_id(0) % (across + 1)
+    row_tile = turn - ahead
+    if place == 0:
+        if turn < padded // BLOCK:
+            row = turn.to(tl.int64) * BLOCK
+            r = row + tl.arange(0, BLOCK)
+            mean, inverse = _statistics(x, row, stride, rows, columns, eps, LAYER)
+            tl.store(means + r, mean, mask=r < rows)
+            tl.store(inverses + r, inverse, mask=r < rows)
+            tl.debug_barrier()  # all threads have stored theirs
+            tl.atomic_xchg(ready + turn, 1, sem="release")
+    elif row_tile >= 0:
+        row = row_tile.to(tl.int64) * BLOCK
+        column_tile = place - 1
         column = column_tile * BLOCK
-        q0 = _normed(x, m0, i0, gamma, beta, row, column, stride, rows, LAYER)
-        q1 = _normed(x, m1, i1, gamma, beta, row + 1, column, stride, rows, LAYER)
-        q2 = _normed(x, m2, i2, gamma, beta, row + 2, column, stride, rows, LAYER)
-        q3 = _normed(x, m3, i3, gamma, beta, row + 3, column, stride, rows, LAYER)
+        q0 = load_quarter(x, row, column, stride, rows)
+        q1 = load_quarter(x, row + 1, column, stride, rows)
+        q2 = load_quarter(x, row + 2, column, stride, rows)
+        q3 = load_quarter(x, row + 3, column, stride, rows)
+        while tl.atomic_add(ready + row_tile, 0, sem="acquire") == 0:
+            pass
+        q0 = _normed(q0, means, inverses, gamma, beta, row, column, rows, LAYER)
+        q1 = _normed(q1, means, inverses, gamma, beta, row + 1, column, rows, LAYER)
+        q2 = _normed(q2, means, inverses, gamma, beta, row + 2, column, rows, LAYER)
+        q3 = _normed(q3, means, inverses, gamma, beta, row + 3, column, rows, LAYER)
         store_both(q0, q1, q2, q3, row_tile, column_tile, columns, padded, out, out_scale, turned, turned_scale)
 
 
@@ -131,9 +151,10 @@ def norm_both(x: Tensor, gamma: Tensor, beta: Tensor | None = None, *, eps: floa
     means, inverses = torch.empty(2, rows, device=x.device)
     if x.numel():
         padded, shift = both.along.elements.shape[0], gamma if beta is None else beta
-        written = (*both.words(), means, inverses)
-        norm_kernel[(padded // SIDE,)](
-            x, gamma, shift, x.stride(0), rows, columns, padded, eps, *written, LAYER=beta is not None, num_warps=8, maxnreg=MAXNREG
+        strips, ahead = padded // SIDE, max(1, CACHED // (SIDE * columns * x.element_size()))
+        written = (*both.words(), means, inverses, torch.zeros(strips, dtype=torch.int32, device=x.device))
+        norm_kernel[((strips + ahead) * (columns // SIDE + 1),)](
+            x, gamma, shift, x.stride(0), rows, columns, padded, eps, *written, ahead, LAYER=beta is not None, num_warps=WARPS, maxnreg=MAXNREG
         )
     return both, means, inverses
 
