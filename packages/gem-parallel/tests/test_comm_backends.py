@@ -189,7 +189,7 @@ def test_wrong_words_are_refused_before_any_work(words: dict[str, Any], match: s
 def test_rows_are_appended_to_a_file(tmp_path: Path) -> None:
     file = tmp_path / "results" / "comm.csv"
     for n in (1, 2):
-        cli.append(file, [{"what": "all_gather", "bytes": n}])
+        cli.append(file, {"what": "all_gather", "bytes": n})
     rows = list(csv.DictReader(file.open()))
     assert [row["bytes"] for row in rows] == ["1", "2"]
     assert set(rows[0]) == set(cli.FIELDS)

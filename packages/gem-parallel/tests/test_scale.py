@@ -2,6 +2,10 @@
 
 import csv
 import json
+import os
+import signal
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -228,6 +232,24 @@ def test_a_command_that_is_killed_is_told(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(runs, "GEM", ("-c", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"))
     with pytest.raises(RequestError, match=r"gem plan: signal 9 ended it\. Run `gem plan -c toy`"):
         runs.answer(["plan", "-c", "toy"])
+
+
+TOLD_TO_END = """
+import sys, time
+from gem_parallel.scale.runs import run_to_end
+run_to_end([sys.executable, "-c", "import os, time; print(os.getpid(), flush=True); time.sleep(60)"])
+"""
+
+
+def test_a_command_ends_with_the_process_that_is_told_to_end() -> None:
+    """Ranks that are left behind would keep their GPUs."""
+    asking = subprocess.Popen([sys.executable, "-c", TOLD_TO_END], stdout=subprocess.PIPE, text=True)
+    assert asking.stdout is not None
+    asked = int(asking.stdout.readline())
+    asking.terminate()
+    assert asking.wait(30) == 128 + signal.SIGTERM
+    with pytest.raises(ProcessLookupError):
+        os.kill(asked, 0)
 
 
 def test_weak_scaling_gives_every_rank_the_same_rows(tmp_path: Path) -> None:

@@ -33,26 +33,24 @@ def comm(
             raise RequestError(f"gem bench comm --size {count}", "smaller than 1024 bytes it cannot be divided", "Give bytes of a whole tensor.")
     from gem_parallel.comm.bench import measure_all
 
-    rows: list[dict[str, Any]] = []
-    for row in measure_all(backends=backend or list(NAMES), sizes=size, repeats=repeats):
-        if not rows:
+    for number, row in enumerate(measure_all(backends=backend or list(NAMES), sizes=size, repeats=repeats)):
+        if not number:
             print(*(f"{field:>{width}}" for field, width in _SHOWN.items()))
-        rows.append(row)
         print(*(f"{_shown(row.get(field, '')):>{width}}" for field, width in _SHOWN.items()), row.get("note", ""), flush=True)
-    if csv_file is not None and rows:
-        append(csv_file, rows)
+        if csv_file is not None:
+            append(csv_file, row)
 
 
 def _shown(value: Any) -> str:
     return f"{value:.3f}" if isinstance(value, float) else str(value)
 
 
-def append(path: Path, rows: list[dict[str, Any]]) -> None:
-    """Add rows to a CSV file, which gets a head line when it is new."""
+def append(path: Path, row: dict[str, Any]) -> None:
+    """Add a row to a CSV file, which gets a head line when it is new."""
     new = not path.exists()
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", newline="") as file:
         writer = csv.DictWriter(file, FIELDS)
         if new:
             writer.writeheader()
-        writer.writerows(rows)
+        writer.writerow(row)

@@ -141,19 +141,26 @@ def train(place: Path, ranks: int, words: Sequence[str]) -> int:
 
 def torchrun(ranks: int) -> list[str]:
     """The beginning of a command that starts so many ranks on this machine."""
-    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    here = ("--standalone", "--local-addr", "localhost")  # the host's own name may be unknown to its resolver
+    return [sys.executable, "-m", "torch.distributed.run", *here, "--nproc-per-node", str(ranks)]
 
 
 def run_to_end(command: Sequence[str], **words: Any) -> int:
-    """Exit code of a command. When this process is interrupted the command is stopped with the processes that it started."""
+    """Exit code of a command. When this process is interrupted or told to end, the command is stopped with the processes that it started."""
+    before = signal.signal(signal.SIGTERM, _end)
     process = subprocess.Popen(command, start_new_session=True, **words)
     try:
         return process.wait()
     finally:
+        signal.signal(signal.SIGTERM, before)
         if process.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGTERM)
             process.wait()
+
+
+def _end(number: int, _: object) -> None:
+    raise SystemExit(128 + number)
 
 
 def told_error(text: str) -> tuple[str, str, str] | None:
