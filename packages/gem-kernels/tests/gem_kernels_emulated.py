@@ -138,6 +138,12 @@ class Pointer:
         return self.data.view(-1)[torch.as_tensor(self.offset, dtype=torch.int64)].clone()
 
 
+def _copy_some(buffer: Shared, pointer: Pointer, mask: torch.Tensor) -> None:
+    size = pointer.data.numel()
+    found = pointer.data.view(-1)[pointer.offset.clamp(max=size - 1)]
+    buffer.store(torch.where(mask, found, 0.0))
+
+
 def _specialise(parts: list[tuple[Callable[..., None], tuple[Any, ...]]], warps: list[int], registers: list[int]) -> None:
     errors: list[BaseException] = []
 
@@ -164,13 +170,13 @@ def _gl(program: int, programs: int) -> SimpleNamespace:
     def allocate(dtype: Any, shape: list[int], layout: Any = None) -> Any:
         return Barriers(shape[0]) if layout == "barrier" else Shared(torch.full(shape, float("nan"), dtype=dtype))
 
+    nothing = dict.fromkeys(("SliceLayout", "DotOperandLayout", "NVMMASharedLayout", "BlockedLayout", "SwizzledSharedLayout"), lambda *_, **__: None)
     return SimpleNamespace(
-        program_id=lambda axis: program, num_programs=lambda axis: programs, static_range=range, load=lambda p: p.load(),
+        **nothing, constexpr=object, float32=torch.float32, int64=torch.int64, allocate_shared_memory=allocate, warp_specialize=_specialise,
+        arange=lambda a, b, layout: torch.arange(a, b), zeros=lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype), exp2=torch.exp2,
         where=lambda c, a, b: torch.where(torch.as_tensor(c), torch.as_tensor(a), torch.as_tensor(b)), minimum=_scalar(torch.minimum),
-        maximum=_scalar(torch.maximum), zeros=lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype),
-        arange=lambda a, b, layout: torch.arange(a, b), convert_layout=lambda x, layout, assert_trivial=False: x, float32=torch.float32,
-        int64=torch.int64, constexpr=object, allocate_shared_memory=allocate, thread_barrier=lambda: None, warp_specialize=_specialise,
-        SliceLayout=lambda *_: None, DotOperandLayout=lambda *_: None, NVMMASharedLayout=lambda **_: None,
+        maximum=_scalar(torch.maximum), convert_layout=lambda x, layout, assert_trivial=False: x, load=lambda p: p.load(), static_range=range,
+        program_id=lambda axis: program, num_programs=lambda axis: programs, thread_barrier=lambda: None,
     )  # fmt: skip
 
 
@@ -193,6 +199,7 @@ def emulate(kernel: Any, modules: list[Any], programs: int, **arguments: Any) ->
             "gl": _gl(program, programs), "barriers": _barriers, "fence_async_shared": lambda: None, "tma_add": _add, "warpgroup_mma": _product,
             "warpgroup_mma_init": lambda x: x, "warpgroup_mma_wait": _wait, "fast_tanh": torch.tanh, "accumulator": lambda n: None,
             "mbarrier": SimpleNamespace(wait=lambda b, phase, pred=True: b.wait(phase), arrive=_arrive, expect=lambda b, n: b.step(1, n)),
+            "async_copy": SimpleNamespace(async_copy_global_to_shared=_copy_some, mbarrier_arrive=lambda b: None),
             "tma": SimpleNamespace(async_copy_global_to_shared=_copy_in, async_copy_shared_to_global=_copy_out, store_wait=lambda n: None),
         }  # fmt: skip
         for module in modules:

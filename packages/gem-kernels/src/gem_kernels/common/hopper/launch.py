@@ -9,6 +9,7 @@ from torch import Tensor
 
 from gem_core.spec import RequestError
 from gem_kernels.common import launcher
+from gem_kernels.common.hopper.delta import delta_kernel
 from gem_kernels.common.hopper.forward import forward_kernel
 from gem_kernels.common.hopper.gluon import TensorDescriptor, gl
 from gem_kernels.common.hopper.key_grad import key_grad_kernel
@@ -32,6 +33,8 @@ BLOCKS = {
     "key_grad": {64: (64, 3), 128: (64, 3)},
 }
 """Tokens of the blocks that stream past a tile, and how many are in flight, by the larger head size: what fits the registers and shared memory."""
+DELTA_BLOCK = 64
+"""Tokens of which a program of ``delta_kernel`` adds up a head."""
 SUMMERS = 6
 """Programs that an SM holds of the kernel that rounds the sums of ``all_grads``."""
 
@@ -84,6 +87,8 @@ def all_grads(
     scale: float,
     k_factor: float,
     v_factor: float,
+    lse: Tensor | None = None,
+    delta: Tensor | None = None,
     **words: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v ``[tokens, heads, 128]`` by one pass over the keys, whose additions to dq meet in any order.
@@ -97,6 +102,8 @@ def all_grads(
         scale: factor on the scores.
         k_factor: what the sums for dq and dk are multiplied by at the end.
         v_factor: what those for dv are multiplied by.
+        lse: of softmax, log2 of the denominators ``[heads, tokens]``.
+        delta: of softmax, as ``delta_of`` gives it.
         words: ``ACTIVATION``, ``AFTER`` and ``CAUSAL`` of the kernel.
     """
     q, k, v, dout = (_aligned(x) for x in read)
@@ -107,9 +114,10 @@ def all_grads(
     sums_desc = _Ragged(sums, list(sums.shape), list(sums.stride()), [1, *SUMS], _layout_of_sums())
     launcher.launch(all_grads_kernel, _grid(op, keys, heads, q.device), q.device, {
         "q_desc": _ragged(q, half), "do_desc": _ragged(dout, half), "k_desc": _ragged(k, half), "v_desc": _ragged(v, half),
-        "dk_desc": _ragged(dk, half), "dv_desc": _ragged(dv, half), "sums_desc": sums_desc, "records": keys.records, "count": keys.count,
-        "heads": heads, "scale": scale, "k_factor": k_factor, "v_factor": v_factor, "q_head": q.stride(1), "k_head": k.stride(1),
-        "v_head": v.stride(1), "D": q.shape[-1], "STAGES": 3, "num_warps": 4, **words,
+        "dk_desc": _ragged(dk, half), "dv_desc": _ragged(dv, half), "sums_desc": sums_desc, "lse": lse, "delta": delta,
+        "records": keys.records, "count": keys.count, "heads": heads, "tokens": q.shape[0], "scale": scale, "k_factor": k_factor,
+        "v_factor": v_factor, "q_head": q.stride(1), "k_head": k.stride(1), "v_head": v.stride(1), "D": q.shape[-1], "STAGES": 3,
+        "num_warps": 4, **words,
     })  # fmt: skip
     dq_desc = _ragged(dq, half, dq.shape[-1] // 2)
     launcher.launch(query_sums_kernel, SUMMERS * _grid(op, queries, heads, q.device), q.device, {
@@ -119,11 +127,22 @@ def all_grads(
     return dq, dk, dv
 
 
+def delta_of(out: Tensor, dout: Tensor) -> Tensor:
+    """The sum of ``dout * out`` over each head ``[heads, tokens]`` float32, of contiguous tensors ``[tokens, heads, dim]``."""
+    tokens, heads, dim = out.shape
+    delta = out.new_empty((heads, tokens), dtype=torch.float32)
+    grid = -(-tokens // DELTA_BLOCK) * heads
+    launcher.launch(delta_kernel, grid, out.device, {
+        "out": out, "dout": dout, "delta": delta, "heads": heads, "tokens": tokens, "D": dim, "BLOCK": DELTA_BLOCK, "num_warps": 4,
+    })  # fmt: skip
+    return delta
+
+
 def factors(activation: str, scale: float, after: bool) -> tuple[float, float]:
     """What the sums for dq and dk, and those for dv, lack: ``gates`` leaves a half of slopes out, and of weights a half and the scale."""
     if activation in ("gelu_bf16", "gelu_tanh_bf16", "silu_bf16"):
         return 0.5 * scale, 0.5 * scale
-    return scale, scale if after else 1.0
+    return scale, scale if after else 1.0  # softmax too
 
 
 def _blocks(direction: str, q: Tensor, v: Tensor) -> tuple[int, int]:

@@ -14,6 +14,7 @@ The sums are kept in the order of the registers that hold a product, ``[blocks o
 
 from gem_kernels.common.hopper.gates import slopes_of, weights_of
 from gem_kernels.common.hopper.gluon import (
+    async_copy,
     fence_async_shared,
     gl,
     gluon,
@@ -52,9 +53,10 @@ def _from_memory_order(x, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def _produce(
-    q_desc, do_desc, k_desc, v_desc, records, total, heads, q_head, k_head, v_head, qs, dos, ks, vs,
-    q_full, do_full, q_free, k_full, k_free, v_full, v_free, D: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
+    q_desc, do_desc, k_desc, v_desc, lse, delta, records, total, heads, tokens, q_head, k_head, v_head, qs, dos, ks, vs, lses, deltas,
+    q_full, do_full, q_free, k_full, k_free, v_full, v_free, D: gl.constexpr, STAGES: gl.constexpr, SOFTMAX: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
+    lanes = gl.arange(0, 64, gl.BlockedLayout([1], [32], [1], [0]))
     copied = 0
     upcoming = read_tile(records, item_of(0, total), heads)
     for tile in range(items_here(total)):
@@ -76,6 +78,13 @@ def _produce(
             mbarrier.wait(q_free.index(stage), ((copied // STAGES) & 1) ^ 1)
             mbarrier.expect(q_full.index(stage), q_desc.block_type.nbytes)
             load(q_desc, q_start, q_used, i, head * q_head, q_full.index(stage), qs.index(stage))
+            if SOFTMAX:
+                # Zeros past the end of the row: with q and dout zero there, any finite statistic will do.
+                statistic = head.to(gl.int64) * tokens + (q_start + i)
+                inside = lanes + i < q_used
+                async_copy.async_copy_global_to_shared(lses.index(stage), lse + statistic + lanes, mask=inside)
+                async_copy.async_copy_global_to_shared(deltas.index(stage), delta + statistic + lanes, mask=inside)
+                async_copy.mbarrier_arrive(do_full.index(stage))
             mbarrier.expect(do_full.index(stage), do_desc.block_type.nbytes)
             load(do_desc, q_start, q_used, i, head * D, do_full.index(stage), dos.index(stage))
             copied += 1
@@ -129,12 +138,15 @@ def _add_sums(sums_desc, staged, dq, place):
 
 @gluon.jit
 def _block(
-    s, dk, dv, sums_desc, place, stride, scale, qs, dos, ks, vs, slopes, staged, q_full, do_full, q_free, ds_full, ds_free, turn, turns, block, after,
+    s, dk, dv, sums_desc, place, stride, scale, qs, dos, ks, vs, lses, deltas, slopes, staged,
+    q_full, do_full, q_free, ds_full, ds_free, turn, turns, block, after,
     W: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, ACTIVATION: gl.constexpr, AFTER: gl.constexpr, FIRST: gl.constexpr,
     TRIANGLE: gl.constexpr, LAG: gl.constexpr, AHEAD: gl.constexpr, TURN: gl.constexpr,
 ):  # fmt: skip
     """Add what block number ``block`` of queries gives to dk and dv, and the gradient of the block before to memory."""
     kind: gl.constexpr = qs.dtype
+    SOFTMAX: gl.constexpr = ACTIVATION == "softmax"
+    COLUMNS: gl.constexpr = gl.SliceLayout(0, accumulator(64))
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, accumulator(D), 2)
     nothing = gl.zeros([64, 64], gl.float32, accumulator(64))
     stage = block % STAGES
@@ -150,15 +162,24 @@ def _block(
     dp = warpgroup_mma(vs.index(W).reshape([64, D]), do_tile.permute([1, 0]), nothing, use_acc=False, is_async=True)
     if not AHEAD:
         s = warpgroup_mma_wait(1, deps=[s])
-    if TRIANGLE:
-        s = gl.where(_seen(), s, 0.0)
-    p = weights_of(s, 1.0 if AFTER else scale, ACTIVATION)
-    g = slopes_of(s, 1.0 if AFTER else scale, ACTIVATION)
-    if TRIANGLE:
-        g = gl.where(_seen(), g, 0.0)
+    if SOFTMAX:
+        g = s * scale
+        if TRIANGLE:
+            g = gl.where(_seen(), g, float("-inf"))
+        g = gl.exp2(g - lses.index(stage).load(COLUMNS)[None, :])
+        p = g
+    else:
+        if TRIANGLE:
+            s = gl.where(_seen(), s, 0.0)
+        p = weights_of(s, 1.0 if AFTER else scale, ACTIVATION)
+        g = slopes_of(s, 1.0 if AFTER else scale, ACTIVATION)
+        if TRIANGLE:
+            g = gl.where(_seen(), g, 0.0)
     weights = gl.convert_layout(p.to(kind), OPERAND)
     dv_acc = warpgroup_mma(weights, do_tile, warpgroup_mma_init(dv), use_acc=not FIRST, is_async=True)
     dp = warpgroup_mma_wait(1, deps=[dp])
+    if SOFTMAX:
+        dp = dp - deltas.index(stage).load(COLUMNS)[None, :]
     ds = (g * dp).to(kind)
     _hand_over(_slot(slopes, W, slot), ds, ds_full.index(slot), ds_free.index(slot), (block // 2) & 1)
     if TURN:
@@ -187,7 +208,7 @@ def _block(
 
 @gluon.jit
 def _consume(
-    dk_desc, dv_desc, sums_desc, records, total, heads, scale, k_factor, v_factor, qs, dos, ks, vs, slopes, staged,
+    dk_desc, dv_desc, sums_desc, records, total, heads, scale, k_factor, v_factor, qs, dos, ks, vs, lses, deltas, slopes, staged,
     q_full, do_full, q_free, k_full, k_free, v_full, v_free, ds_full, ds_free, turn,
     W: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, ACTIVATION: gl.constexpr, AFTER: gl.constexpr, CAUSAL: gl.constexpr,
     AHEAD: gl.constexpr, TURN: gl.constexpr,
@@ -237,14 +258,14 @@ def _consume(
                     s = warpgroup_mma(ks.index(W).reshape([64, D]), q_tile.permute([1, 0]), s, use_acc=False, is_async=True)
                     s = warpgroup_mma_wait(0, deps=[s])
                 s, dk, dv = _block(
-                    s, dk, dv, sums_desc, place + stride * SKIP, stride, scale, qs, dos, ks, vs, slopes, staged,
+                    s, dk, dv, sums_desc, place + stride * SKIP, stride, scale, qs, dos, ks, vs, lses, deltas, slopes, staged,
                     q_full, do_full, q_free, ds_full, ds_free, turn, turns, copied + SKIP, gl.minimum(copied + SKIP + 1, last),
                     W, D, STAGES, ACTIVATION, AFTER, True, CAUSAL, SKIP == 1, AHEAD, TURN,
                 )  # fmt: skip
                 turns += 1
                 for j in range(SKIP + 1, n):
                     s, dk, dv = _block(
-                        s, dk, dv, sums_desc, place + stride * j, stride, scale, qs, dos, ks, vs, slopes, staged,
+                        s, dk, dv, sums_desc, place + stride * j, stride, scale, qs, dos, ks, vs, lses, deltas, slopes, staged,
                         q_full, do_full, q_free, ds_full, ds_free, turn, turns, copied + j, gl.minimum(copied + j + 1, last),
                         W, D, STAGES, ACTIVATION, AFTER, False, False, True, AHEAD, TURN,
                     )  # fmt: skip
@@ -257,6 +278,11 @@ def _consume(
         mbarrier.arrive(v_free.index(W), count=1)
         mbarrier.arrive(k_free.index(0), count=1)
         copied += n
+        if ACTIVATION == "softmax":
+            # Keys past the last one used have weights here, which nothing else cancels.
+            used = gl.arange(0, 64, gl.SliceLayout(1, OUT)) + (first + W * 64) < k_used
+            dk = gl.where(used[:, None], dk, 0.0)
+            dv = gl.where(used[:, None], dv, 0.0)
         # The gradients leave through the memory of slopes, which both warpgroups have read, and of sums.
         dk_tile = slopes.index(W)._reinterpret(kind, [1, 1, 64, D], dk_desc.layout)
         dk_tile.reshape([64, D]).store((dk * k_factor).to(kind))
@@ -269,9 +295,10 @@ def _consume(
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["heads"])
+@gluon.jit(do_not_specialize=["heads", "tokens"])
 def all_grads_kernel(
-    q_desc, do_desc, k_desc, v_desc, dk_desc, dv_desc, sums_desc, records, count, heads, scale, k_factor, v_factor, q_head, k_head, v_head,
+    q_desc, do_desc, k_desc, v_desc, dk_desc, dv_desc, sums_desc, lse, delta, records, count, heads, tokens, scale, k_factor, v_factor,
+    q_head, k_head, v_head,
     D: gl.constexpr, STAGES: gl.constexpr, ACTIVATION: gl.constexpr, AFTER: gl.constexpr, CAUSAL: gl.constexpr,
     AHEAD: gl.constexpr, TURN: gl.constexpr,
 ):  # fmt: skip
@@ -281,6 +308,10 @@ def all_grads_kernel(
     vs = gl.allocate_shared_memory(v_desc.dtype, [2, 1, 1, 64, D], v_desc.layout)
     staged = gl.allocate_shared_memory(gl.float32, [2, 128, 32], gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2))
     slopes = gl.allocate_shared_memory(q_desc.dtype, [2, 128, 64], SLOPES)
+    SOFTMAX: gl.constexpr = ACTIVATION == "softmax"
+    statistics: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    lses = gl.allocate_shared_memory(gl.float32, [STAGES, 64], statistics)
+    deltas = gl.allocate_shared_memory(gl.float32, [STAGES, 64], statistics)
     q_full, do_full, q_free = barriers(STAGES, 1), barriers(STAGES, 1), barriers(STAGES, 2)
     k_full, k_free = barriers(1, 1), barriers(1, 2)
     v_full, v_free = barriers(2, 1), barriers(2, 1)
@@ -291,14 +322,16 @@ def all_grads_kernel(
     total = gl.load(count) * heads
     gl.warp_specialize(
         [
-            (_consume, (dk_desc, dv_desc, sums_desc, records, total, heads, scale, k_factor, v_factor, qs, dos, ks, vs, slopes, staged.index(0),
+            (_consume, (dk_desc, dv_desc, sums_desc, records, total, heads, scale, k_factor, v_factor, qs, dos, ks, vs, lses, deltas, slopes,
+                        staged.index(0),
                         q_full, do_full, q_free, k_full, k_free, v_full, v_free, ds_full, ds_free, turn,
                         0, D, STAGES, ACTIVATION, AFTER, CAUSAL, AHEAD, TURN)),
-            (_consume, (dk_desc, dv_desc, sums_desc, records, total, heads, scale, k_factor, v_factor, qs, dos, ks, vs, slopes, staged.index(1),
+            (_consume, (dk_desc, dv_desc, sums_desc, records, total, heads, scale, k_factor, v_factor, qs, dos, ks, vs, lses, deltas, slopes,
+                        staged.index(1),
                         q_full, do_full, q_free, k_full, k_free, v_full, v_free, ds_full, ds_free, turn,
                         1, D, STAGES, ACTIVATION, AFTER, CAUSAL, AHEAD, TURN)),
-            (_produce, (q_desc, do_desc, k_desc, v_desc, records, total, heads, q_head, k_head, v_head, qs, dos, ks, vs,
-                        q_full, do_full, q_free, k_full, k_free, v_full, v_free, D, STAGES, CAUSAL)),
+            (_produce, (q_desc, do_desc, k_desc, v_desc, lse, delta, records, total, heads, tokens, q_head, k_head, v_head, qs, dos, ks, vs,
+                        lses, deltas, q_full, do_full, q_free, k_full, k_free, v_full, v_free, D, STAGES, SOFTMAX, CAUSAL)),
         ],
         [4, 1],
         [240, 24],
