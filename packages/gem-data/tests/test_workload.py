@@ -2,6 +2,8 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from itertools import pairwise
+from threading import get_ident
 from typing import Any
 
 import numpy as np
@@ -13,6 +15,7 @@ from pydantic import ValidationError
 
 from gem_core.batch import Batch
 from gem_core.spec import RequestError, Shard
+from gem_data.generate.draws import GOLDEN, Draws, mix
 from gem_data.options import SequenceShape, WorkloadOptions
 from gem_data.score import ne
 from gem_data.sources.workload import WINDOW, Workload, load
@@ -75,6 +78,19 @@ def test_the_order_depends_on_seed_and_epoch_and_not_on_workers() -> None:
         assert not torch.equal(first[0].ids.values, read(source(), **other)[0].ids.values)
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_with_workers_the_training_thread_neither_deals_rows_out_nor_makes_batches(monkeypatch: pytest.MonkeyPatch, workers: int) -> None:
+    threads: set[int] = set()
+
+    def told(method: str) -> None:
+        plain = getattr(Workload, method)
+        monkeypatch.setattr(Workload, method, lambda *given: threads.add(get_ident()) or plain(*given))
+
+    told("_dealt"), told("_batch")
+    assert len(read(source(workers=workers, balance="lpt"))) == 14
+    assert (get_ident() in threads) == (workers == 0)
+
+
 @settings(max_examples=12, deadline=None, derandomize=True)
 @given(world=st.integers(1, 5), batch_size=st.integers(1, 120), start=st.integers(0, 9), balance=st.sampled_from(["none", "lpt"]))
 def test_ranks_share_each_global_batch_and_a_later_start_goes_on(world: int, batch_size: int, start: int, balance: str) -> None:
@@ -131,6 +147,35 @@ def test_items_follow_zipf_and_events_the_interest() -> None:
     assert int(batch.ids.values.min()) >= 1
     for key, feature in made.schema().all_id_features().items():
         assert int(batch.ids[key].values.max()) < feature.cardinality
+
+
+def one_event(made: Workload, name: str, row: int, later: int) -> tuple[int, int, int]:
+    """Item, category and time of the event that is ``later`` (1: the newest) of a row, by themselves, in whole numbers where that matters."""
+    o, draw, number = made.options, Draws(made.options.seed), np.array([row])
+    columns = made.columns(number)
+    word = int(mix(np.array([(int(draw.words(f"events {name}", number)[0]) + later * int(GOLDEN)) % 2**64], np.uint64))[0])
+    own = word % 2**16 < int(o.interest * 2**16)
+    category = int(columns.interest[0]) if own else word // 2**16 % 2**16 * o.categories // 2**16
+    each = o.items // o.categories
+    place = int(np.exp(np.float32(word >> 40) * np.float32(2.0**-24) * np.float32(np.log1p(each))))
+    item = (min(place, each) - 1) * o.categories + category
+    pace = 60 + int(draw.uniform(f"pace {name}", number)[0] * 3540)
+    return item + 1, category + 1, int(columns.time[0]) - later * pace
+
+
+@pytest.mark.parametrize("piece", [1, 17, 1 << 15])
+def test_each_event_is_the_one_computed_alone_whatever_is_computed_with_it(monkeypatch: pytest.MonkeyPatch, piece: int) -> None:
+    """Rows without events, rows longer than a piece, and pieces of several rows."""
+    monkeypatch.setattr("gem_data.sources.workload.PIECE", piece)
+    made = source(rows=40, sequences=({"name": "views", "mean": 8.0, "sigma": 1.6, "longest": 70},))
+    (batch,) = read(made, batch_size=40)
+    found = [batch.ids["views.item"].values, batch.ids["views.category"].values, batch.event_time["views"]]
+    offsets = batch.event_offsets["views"].offsets.tolist()
+    assert min(np.diff(offsets)) == 0
+    assert max(np.diff(offsets)) > 30
+    for row, (start, stop) in enumerate(pairwise(offsets)):
+        expected = [one_event(made, "views", row, stop - at) for at in range(start, stop)]
+        assert list(zip(*(column[start:stop].tolist() for column in found), strict=True)) == expected
 
 
 def test_events_are_in_order_and_before_the_row() -> None:

@@ -6,9 +6,10 @@ click is likelier when the candidate is in it too, so that labels can be learnt 
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
+from itertools import chain, islice, pairwise
 from typing import Any
 
 import numpy as np
@@ -28,9 +29,12 @@ WINDOW = 8
 """Global batches whose rows are dealt out together."""
 READY = 2
 """Batches a worker may be ahead."""
+PIECE = 1 << 15
+"""Events computed at once."""
 START, DAY = 1_700_000_000, 86_400
 _BITS = 24
 Floats32 = NDArray[np.float32]
+Job = Callable[[], Batch]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +81,7 @@ class Workload:
         if batch_size < 1 or min(seed or 0, epoch, start) < 0 or not 0 <= shard.rank < shard.world:
             so = f"batch_size {batch_size}, seed {seed}, epoch {epoch}, start {start}, rank {shard.rank} of {shard.world}"
             raise RequestError("batches of 'workload'", so, "Give a batch of one row or more, nothing negative, and a rank below the world size.")
-        return self._made(islice(self._jobs(split, batch_size, shard, seed, epoch), start, None))
+        return self._made(self._windows(split, batch_size, shard, seed, epoch, start // WINDOW), start % WINDOW)
 
     def baselines(self) -> dict[str, dict[str, dict[str, float]]]:
         """``oracle``: what knowing every row's interest would give on average on the test rows; short histories show it in part."""
@@ -124,24 +128,25 @@ class Workload:
     def _item(self, uniform: Floats32, category: Ints) -> Ints:
         """Items of these categories; within one the ``n``-th is drawn as ``1 / n`` (Zipf's law)."""
         each = self.options.items // self.options.categories
-        place = np.exp(uniform * np.float32(np.log1p(each))).astype(np.int64) - 1
-        return np.asarray(np.clip(place, 0, each - 1) * self.options.categories + category)
+        place = np.exp(uniform * np.float32(np.log1p(each))).astype(np.int64)
+        return np.asarray((np.minimum(place, each) - 1) * self.options.categories + category)
 
     def _numbers(self, split: str, row: Ints) -> Ints:
         return row if split == "train" else row + self.options.rows
 
-    def _jobs(self, split: str, batch_size: int, shard: Shard, seed: int | None, epoch: int) -> Iterator[Callable[[], Batch]]:
-        """A job for each of this rank's batches."""
+    def _windows(self, split: str, batch_size: int, shard: Shard, seed: int | None, epoch: int, first: int) -> Iterator[Callable[[], list[Job]]]:
+        """Of each window from number ``first`` on: what deals its rows out, and gives a job for each of this rank's batches."""
         rows, window = self.rows(split), WINDOW * batch_size
-        for first in range(0, rows, window):
-            row = np.arange(first, min(first + window, rows))
-            if seed is not None:
-                row = permute(row, rows, Draws(seed).words("order", np.array([epoch])))
-            number = self._numbers(split, row)
-            sizes = [min(batch_size, row.size - at) for at in range(0, row.size, batch_size)]
-            shares = [[size * (r + 1) // shard.world - size * r // shard.world for r in range(shard.world)] for size in sizes]
-            for size, part in zip(sizes, self._dealt(number, shares)[shard.rank :: shard.world], strict=True):
-                yield partial(self._batch, part, size)
+        for begin in range(first * window, rows, window):
+            yield partial(self._jobs, split, np.arange(begin, min(begin + window, rows)), batch_size, shard, seed, epoch)
+
+    def _jobs(self, split: str, row: Ints, batch_size: int, shard: Shard, seed: int | None, epoch: int) -> list[Job]:
+        if seed is not None:
+            row = permute(row, self.rows(split), Draws(seed).words("order", np.array([epoch])))
+        sizes = [min(batch_size, row.size - at) for at in range(0, row.size, batch_size)]
+        shares = [[size * (r + 1) // shard.world - size * r // shard.world for r in range(shard.world)] for size in sizes]
+        parts = self._dealt(self._numbers(split, row), shares)[shard.rank :: shard.world]
+        return [partial(self._batch, part, size) for size, part in zip(sizes, parts, strict=True)]
 
     def _dealt(self, number: Ints, shares: list[list[int]]) -> list[Ints]:
         """The rows of each batch and rank, batch by batch."""
@@ -152,13 +157,12 @@ class Workload:
         part = lpt(events.astype(np.float64), sizes)
         return [number[part == i] for i in range(len(sizes))]
 
-    def _made(self, jobs: Iterator[Callable[[], Batch]]) -> Iterator[Batch]:
+    def _made(self, windows: Iterator[Callable[[], list[Job]]], skipped: int) -> Iterator[Batch]:
+        """The batches in order, without the first ``skipped``. With workers, the next window is dealt out before its turn."""
         workers = self.options.workers
-        if not workers:
-            yield from ahead(jobs, None, 0)
-            return
-        with ThreadPoolExecutor(workers) as pool:
-            yield from ahead(jobs, pool, READY * workers)
+        with ThreadPoolExecutor(workers) if workers else nullcontext() as pool:
+            jobs = chain.from_iterable(ahead(windows, pool, 1))
+            yield from ahead(islice(jobs, skipped, None), pool, READY * workers)
 
     def _batch(self, number: Ints, global_rows: int) -> Batch:
         """Ids start at 1: row 0 of each table stays for unknown values."""
@@ -188,20 +192,31 @@ class Workload:
 
     def _events(self, name: str, rows: Rows, number: Ints) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Jagged]:
         """Items, categories and times ``[events]`` of a sequence, oldest event first, and its offsets. One word of random bits an event."""
-        lengths = rows.lengths[name]
+        lengths, interest = rows.lengths[name], int(self.options.interest * 2**16)
         offsets = np.concatenate([[0], np.cumsum(lengths)])
-        row = np.repeat(np.arange(lengths.size), lengths)
-        later = offsets[1:][row] - np.arange(row.size)  # 1 for the newest event
-        with np.errstate(over="ignore"):
-            words = mix(self._draw.words(f"events {name}", number)[row] + later.astype(np.uint64) * GOLDEN)
-        low, middle = (words & np.uint64(0xFFFF)).astype(np.int64), (words >> np.uint64(16)) & np.uint64(0xFFFF)
-        follows = low < int(self.options.interest * 2**16)
-        category = np.where(follows, rows.interest[row], (middle.astype(np.int64) * self.options.categories) >> 16)
-        item = self._item((words >> np.uint64(64 - _BITS)).astype(np.float32) * np.float32(2.0**-_BITS), category)
+        item, category, time = (np.empty(offsets[-1], np.int64) for _ in range(3))
+        first = self._draw.words(f"events {name}", number)
         pace = 60 + floor(unit(self._draw.words(f"pace {name}", number)) * 3540)
-        time = rows.time[row] - later * pace[row]
+        for some, part in _pieces(offsets):
+            each = partial(np.repeat, repeats=lengths[some])
+            later = each(offsets[1:][some]) - np.arange(part.start, part.stop)  # 1 for the newest event
+            words = mix(each(first[some]) + later.view(np.uint64) * GOLDEN)
+            low, middle = words & np.uint64(0xFFFF), (words >> np.uint64(16)) & np.uint64(0xFFFF)
+            other = (middle * np.uint64(self.options.categories) >> np.uint64(16)).view(np.int64)
+            drawn = np.where(low < np.uint64(interest), each(rows.interest[some]), other)
+            uniform = (words >> np.uint64(64 - _BITS)).view(np.int64).astype(np.float32) * np.float32(2.0**-_BITS)
+            np.add(self._item(uniform, drawn), 1, out=item[part])
+            np.add(drawn, 1, out=category[part])
+            np.subtract(each(rows.time[some]), later * each(pace[some]), out=time[part])
         span = Jagged(torch.empty(0), torch.from_numpy(offsets), int(lengths.max(initial=0)))
-        return torch.from_numpy(item + 1), torch.from_numpy(category + 1), torch.from_numpy(time), span
+        return torch.from_numpy(item), torch.from_numpy(category), torch.from_numpy(time), span
+
+
+def _pieces(offsets: Ints) -> Iterator[tuple[slice, slice]]:
+    """Rows and their events, about ``PIECE`` events at a time: what is computed of them stays in the cache, and in memory that is used again."""
+    edges = np.unique(np.append(np.searchsorted(offsets, np.arange(0, offsets[-1], PIECE)), offsets.size - 1))
+    for start, stop in pairwise(edges.tolist()):
+        yield slice(start, stop), slice(int(offsets[start]), int(offsets[stop]))
 
 
 def load(**options: Any) -> Workload:
