@@ -385,7 +385,10 @@ def test_a_runs_exit_code_is_that_of_its_first_rank(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(runs, "run_to_end", run_to_end)
     (tmp_path / "old").mkdir()
     assert runs.train(tmp_path / "old", 2, ["train"]) == 2
-    assert "torch.distributed.run --standalone --nproc-per-node 2 -m gem_core train --out" in (tmp_path / "old" / "log.txt").read_text()
+    assert (
+        "torch.distributed.run --standalone --local-addr localhost --nproc-per-node 2 -m gem_core train --out"
+        in (tmp_path / "old" / "log.txt").read_text()
+    )
 
 
 # ---- predictions -----------------------------------------------------------------------------------------------------------------------
