@@ -93,7 +93,7 @@ def test_products_use_fp8_tensor_cores_and_bulk_copies():
 @pytest.mark.slow
 def test_fused_kernels_leave_room_for_two_programs_a_multiprocessor():
     kernels = build(
-        ("norm", "norm_kernel", {"LAYER": True}, {}, 128),
+        ("norm", "norm_kernel", {"LAYER": True, "STAGES": 3}, {}, 128),
         ("activation", "activation_kernel", {"NAME": "gelu", "GRAD": True}, {}, 128),
         ("activation", "activation_kernel", {"NAME": "gelu", "GRAD": False}, {}, 128),
     )

@@ -85,7 +85,7 @@ def test_what_a_strip_of_rows_gives_does_not_hang_on_how_far_its_statistics_run_
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
 @pytest.mark.parametrize(("rows", "columns"), [(200_000, 512), (65_537, 1024), (20_000, 4096)])
 def test_tiles_find_the_statistics_of_their_rows_when_many_programs_run_at_once(rows, columns):
-    x = torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16) * torch.logspace(-6, 6, rows, device="cuda", dtype=torch.bfloat16)[:, None]
+    x = (torch.randn(rows, columns, device="cuda") * torch.logspace(-6, 6, rows, device="cuda")[:, None]).bfloat16()
     both, _, inverses = norm_both(x, torch.ones(columns, device="cuda"), eps=0.0)
     assert torch.allclose(inverses, x.float().square().mean(1).rsqrt(), rtol=1e-4)
     rows_of_one = both.along.dequantize()[:rows].square().mean(1)  # each row is normed by its own statistics, or far off

@@ -8,7 +8,7 @@ from typing import Literal, get_args
 from torch import Tensor
 
 from gem_core.spec import RequestError
-from gem_precision.kernels.cast import MAXNREG, SIDE, Both, load_quarter, require_matrix
+from gem_precision.kernels.cast import LAUNCH, SIDE, Both, load_quarter, require_matrix
 from gem_precision.kernels.language import BLOCK, INTERPRETED, store_both, tl, triton
 
 Activation = Literal["gelu", "gelu_tanh", "silu", "relu"]
@@ -102,6 +102,6 @@ def activation_both(x: Tensor, name: Activation, dy: Tensor | None = None) -> Bo
     if x.numel():
         padded, grad = both.along.elements.shape[0], x if dy is None else dy
         activation_kernel[(padded // SIDE * (columns // SIDE),)](
-            x, grad, x.stride(0), grad.stride(0), rows, columns, padded, *both.words(), GRAD=dy is not None, NAME=name, num_warps=8, maxnreg=MAXNREG
+            x, grad, x.stride(0), grad.stride(0), rows, columns, padded, *both.words(), GRAD=dy is not None, NAME=name, **LAUNCH
         )
     return both

@@ -27,9 +27,8 @@ from gem_precision.kernels.language import (
 )
 
 SIDE = int(BLOCK)
-WARPS = 8
-MAXNREG = 128
-"""Registers a thread at most, so that two programs of eight warps fit a multiprocessor and one loads while the other stores."""
+LAUNCH = {"num_warps": 8, "maxnreg": 128}
+"""Of the kernels that write tiles. So many registers a thread at most let two programs share a multiprocessor: one loads while the other stores."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,9 +133,7 @@ def cast_both(x: Tensor) -> Both:
     both = Both.empty(rows, columns, x.device)
     if x.numel():
         padded = both.along.elements.shape[0]
-        cast_both_kernel[(padded // SIDE * (columns // SIDE),)](
-            x, x.stride(0), rows, columns, padded, *both.words(), num_warps=WARPS, maxnreg=MAXNREG
-        )
+        cast_both_kernel[(padded // SIDE * (columns // SIDE),)](x, x.stride(0), rows, columns, padded, *both.words(), **LAUNCH)
     return both
 
 
@@ -159,7 +156,7 @@ def cast_weight(weight: Tensor) -> Both:
         sides.append(Operand(elements, torch.empty(high // SIDE, wide // SIDE, device=weight.device), square=True))
     both = Both(*sides)
     if weight.numel():
-        cast_weight_kernel[(rows // SIDE, columns // SIDE)](weight, weight.stride(0), rows, columns, *both.words(), num_warps=WARPS)
+        cast_weight_kernel[(rows // SIDE, columns // SIDE)](weight, weight.stride(0), rows, columns, *both.words(), num_warps=8)
     return both
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gem_core.spec import RequestError
-from gem_precision.kernels.cast import MAXNREG, SIDE, Both, Operand, load_quarter, require_matrix
+from gem_precision.kernels.cast import LAUNCH, SIDE, Both, Operand, load_quarter, require_matrix
 from gem_precision.kernels.language import (
     BLOCK,
     INTERPRETED,
@@ -122,7 +122,7 @@ def mx_both(x: Tensor) -> Both:
         sides.append(MxOperand(elements, torch.empty(high, wide // 32, dtype=torch.uint8, device=x.device), square=False))
     both = Both(*sides)
     if x.numel():
-        mx_both_kernel[(padded // SIDE * (columns // SIDE),)](x, x.stride(0), rows, columns, padded, *both.words(), num_warps=8, maxnreg=MAXNREG)
+        mx_both_kernel[(padded // SIDE * (columns // SIDE),)](x, x.stride(0), rows, columns, padded, *both.words(), **LAUNCH)
     return both
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gem_core.spec import RequestError
-from gem_precision.kernels.cast import MAXNREG, SIDE, WARPS, Both, load_quarter, require_matrix
+from gem_precision.kernels.cast import LAUNCH, SIDE, Both, load_quarter, require_matrix
 from gem_precision.kernels.language import BLOCK, MULTIPROCESSORS, QUARTER, store_both, tl, triton
 
 Norm = Literal["rms", "layer"]
@@ -21,12 +21,12 @@ CHUNK = 16
 WIDEST = 4096
 CACHED = 12 << 20
 """Bytes of rows between their statistics and their second reading: a quarter of the cache of an H200, which has to hold what is written as well."""
-STAGES = tl.constexpr(3)
+STAGES = 3
 """Tiles on their way while the statistics of one are computed."""
 
 
 @triton.jit
-def _statistics(x, row, stride, rows, columns, eps, LAYER: tl.constexpr):
+def _statistics(x, row, stride, rows, columns, eps, LAYER: tl.constexpr, STAGES: tl.constexpr):
     """Mean (zeros for RMS) and 1 / deviation of 128 rows; the means and squares of blocks of columns are merged, so nothing cancels."""
     r = row + tl.arange(0, BLOCK)
     mean, squares = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
@@ -60,7 +60,24 @@ def _normed(quarter, means, inverses, gamma, beta, row, column, rows, LAYER: tl.
 
 @triton.jit
 def norm_kernel(
-    x, gamma, beta, stride, rows, columns, padded, eps, out, out_scale, turned, turned_scale, means, inverses, ready, ahead, LAYER: tl.constexpr
+    x,
+    gamma,
+    beta,
+    stride,
+    rows,
+    columns,
+    padded,
+    eps,
+    out,
+    out_scale,
+    turned,
+    turned_scale,
+    means,
+    inverses,
+    ready,
+    ahead,
+    LAYER: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """In turns of one program for the statistics of a strip of 128 rows, and one for each tile of a strip whose statistics were ``ahead`` turns
     before: a strip is read for the second time while the cache still has it.
@@ -78,7 +95,7 @@ def norm_kernel(
         if turn < padded // BLOCK:
             row = turn.to(tl.int64) * BLOCK
             r = row + tl.arange(0, BLOCK)
-            mean, inverse = _statistics(x, row, stride, rows, columns, eps, LAYER)
+            mean, inverse = _statistics(x, row, stride, rows, columns, eps, LAYER, STAGES)
             tl.store(means + r, mean, mask=r < rows)
             tl.store(inverses + r, inverse, mask=r < rows)
             tl.debug_barrier()  # all threads have stored theirs
@@ -153,9 +170,8 @@ def norm_both(x: Tensor, gamma: Tensor, beta: Tensor | None = None, *, eps: floa
         padded, shift = both.along.elements.shape[0], gamma if beta is None else beta
         strips, ahead = padded // SIDE, max(1, CACHED // (SIDE * columns * x.element_size()))
         written = (*both.words(), means, inverses, torch.zeros(strips, dtype=torch.int32, device=x.device))
-        norm_kernel[((strips + ahead) * (columns // SIDE + 1),)](
-            x, gamma, shift, x.stride(0), rows, columns, padded, eps, *written, ahead, LAYER=beta is not None, num_warps=WARPS, maxnreg=MAXNREG
-        )
+        how = {"LAYER": beta is not None, "STAGES": STAGES, **LAUNCH}
+        norm_kernel[((strips + ahead) * (columns // SIDE + 1),)](x, gamma, shift, x.stride(0), rows, columns, padded, eps, *written, ahead, **how)
     return both, means, inverses
 
 
