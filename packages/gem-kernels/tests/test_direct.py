@@ -10,6 +10,7 @@ pytest.importorskip("triton")
 from gem_kernels.ops import direct
 from gem_kernels.ops.direct import unwatched
 from gem_kernels.ops.gdpa import launch as gdpa
+from gem_kernels.ops.jagged import move
 from gem_kernels.ops.jagged_attention import launch as jagged
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="these run under the interpreter; tests/gpu has the CUDA ones")
@@ -55,6 +56,26 @@ def test_jagged_attention_gives_the_same_bits_on_both_ways(bias):
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(*found, strict=True))
 
 
+def joined(way, wanted):
+    """The outputs of joining two parts, and of parting again, by ``way``, and the gradients of the wanted parts."""
+    join, part = way
+    parts = [torch.randn(shape, generator=torch.Generator().manual_seed(9)).requires_grad_(i in wanted) for i, shape in enumerate(((10, 3), (3, 3)))]
+    offsets, total = [OFFSETS, torch.arange(4)], OFFSETS + torch.arange(4)
+    whole = join(parts, offsets, total)
+    first, second = part(whole * whole, offsets, total, [10, 3])
+    loss = first.sum() * second.square().sum() if 1 in wanted else first.square().sum()  # of the second part of the output nobody wants a gradient
+    return [whole.detach(), first.detach(), second.detach(), *torch.autograd.grad(loss, [parts[i] for i in wanted])]
+
+
+@pytest.mark.parametrize("wanted", [(0,), (1,), (0, 1)])
+def test_lists_of_tensors_give_the_same_bits_on_both_ways(wanted):
+    ops = torch.ops.gem_kernels
+    direct_way, op = joined((move._join_op, move._part_op), wanted), joined((ops.jagged_join, ops.jagged_part), wanted)
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(direct_way, op, strict=True))
+    with torch.no_grad():
+        assert not move._join_op([torch.ones(10, 3), torch.ones(3, 3)], [OFFSETS, torch.arange(4)], OFFSETS + torch.arange(4)).requires_grad
+
+
 @pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (0, 2)])
 def test_gradients_that_nobody_asks_for_are_not_given(wanted):
     inputs = [t.detach().requires_grad_(i in wanted) for i, t in enumerate(leaves())]
@@ -74,7 +95,9 @@ def test_a_second_derivative_is_refused():
 def test_plain_tensors_go_directly_and_watched_ones_do_not():
     x = torch.ones(2)
     assert unwatched((x, None, torch.nn.Parameter(x), 3))
+    assert unwatched(([x, x], (x,), [3]))
     assert not unwatched((x, x.as_subclass(Subclass)))
+    assert not unwatched(([x, x.as_subclass(Subclass)], 3))
     with TorchDispatchMode():
         assert not unwatched((x,))
     seen = []

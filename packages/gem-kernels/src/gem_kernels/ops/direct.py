@@ -13,11 +13,18 @@ _PLAIN = (Tensor, nn.Parameter)
 def unwatched(inputs: tuple[Any, ...]) -> bool:
     """Whether nobody could tell a custom op from a plain call of what it does.
 
-    A compiler, a dispatch mode (fake tensors, a FLOP counter), a functorch transform and a tensor subclass could: they need the op.
+    A compiler, a dispatch mode (fake tensors, a FLOP counter), a functorch transform and a tensor subclass could: they need the op. ``inputs`` may
+    hold lists of tensors.
     """
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack() is not None:
         return False
-    return all(type(x) in _PLAIN for x in inputs if isinstance(x, Tensor))
+    for x in inputs:
+        if isinstance(x, Tensor):
+            if type(x) not in _PLAIN:
+                return False
+        elif isinstance(x, list | tuple) and not all(type(t) in _PLAIN for t in x if isinstance(t, Tensor)):
+            return False
+    return True
 
 
 def direct(op: Any, *inputs: Any) -> Any:
@@ -52,5 +59,44 @@ def differentiable(op: Any, backward: Callable[..., Any], save: Callable[..., No
 
     def call(*inputs: Any) -> Any:
         return Direct.apply(*inputs) if unwatched(inputs) else op(*inputs)  # type: ignore[no-untyped-call]
+
+    return call
+
+
+def differentiable_lists(op: Any, backward: Callable[..., Any], save: Callable[..., None]) -> Callable[..., Any]:
+    """As ``differentiable``, for an op with lists of tensors among its inputs, or a list of tensors as its output.
+
+    Args:
+        op: the custom op.
+        backward: ``(ctx, grad) -> grads of the inputs``, a list of gradients for a list of tensors.
+        save: ``(ctx, inputs, output)``.
+    """
+    op.register_autograd(backward, setup_context=save)
+    compute: Callable[..., Any] = op._init_fn
+
+    class Direct(torch.autograd.Function):
+        """Lists of tensors are laid out one after another behind their lengths, for autograd looks into no list."""
+
+        @staticmethod
+        def forward(ctx: Any, counts: list[int | None], *flat: Any) -> Any:
+            rest = iter(flat)
+            inputs = tuple(next(rest) if count is None else [next(rest) for _ in range(count)] for count in counts)
+            output = compute(*inputs)
+            save(ctx, inputs, output)
+            ctx.listed = isinstance(output, list)
+            return tuple(output) if ctx.listed else output
+
+        @staticmethod
+        @once_differentiable
+        def backward(ctx: Any, *grads: Tensor) -> Any:
+            found = backward(ctx, list(grads) if ctx.listed else grads[0])
+            return (None, *(one for grad in found for one in (grad if isinstance(grad, list) else (grad,))))
+
+    def call(*inputs: Any) -> Any:
+        if not unwatched(inputs):
+            return op(*inputs)
+        counts = [len(x) if isinstance(x, list) and x and isinstance(x[0], Tensor) else None for x in inputs]
+        flat = [one for x, count in zip(inputs, counts, strict=True) for one in ((x,) if count is None else x)]
+        return Direct.apply(counts, *flat)  # type: ignore[no-untyped-call]
 
     return call

@@ -15,7 +15,7 @@ from torch import Tensor
 from gem_core.ops.jagged import Parts
 from gem_core.spec import KernelUnavailable, MachineError
 from gem_kernels.ops import host
-from gem_kernels.ops.direct import differentiable, direct
+from gem_kernels.ops.direct import differentiable, differentiable_lists, direct
 
 RAW = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Values are copied as integers of their size: no arithmetic touches them."""
@@ -123,7 +123,7 @@ def _save_join(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 def _join_backward(ctx: Any, grad: Tensor) -> Any:
     *offsets, out_offsets = ctx.saved_tensors
-    return torch.ops.gem_kernels.jagged_part(grad, offsets, out_offsets, ctx.sizes), [None] * len(offsets), None
+    return direct(_part, grad, offsets, out_offsets, ctx.sizes), [None] * len(offsets), None
 
 
 def _save_part(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -133,7 +133,7 @@ def _save_part(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 def _part_backward(ctx: Any, grads: Sequence[Tensor]) -> Any:
     *offsets, out_offsets = ctx.saved_tensors
-    return torch.ops.gem_kernels.jagged_join(list(grads), offsets, out_offsets), [None] * len(offsets), None, None
+    return direct(_join, list(grads), offsets, out_offsets), [None] * len(offsets), None, None
 
 
 def _save_spread(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -154,8 +154,8 @@ def _collect_backward(ctx: Any, grad: Tensor) -> Any:
     return direct(_spread, grad, *ctx.saved_tensors, ctx.max_length, 0.0), None, None, None
 
 
-_join.register_autograd(_join_backward, setup_context=_save_join)
-_part.register_autograd(_part_backward, setup_context=_save_part)
+_join_op = differentiable_lists(_join, _join_backward, _save_join)
+_part_op = differentiable_lists(_part, _part_backward, _save_part)
 _spread_op = differentiable(_spread, _spread_backward, _save_spread)
 _collect_op = differentiable(_collect, _collect_backward, _save_collect)
 
@@ -163,13 +163,13 @@ _collect_op = differentiable(_collect, _collect_backward, _save_collect)
 def jagged_concat(parts: Parts) -> tuple[Tensor, Tensor]:
     """Join jagged tensors row by row; as ``gem_core.ops.jagged_concat``."""
     out_offsets = torch.stack([offsets for _, offsets in parts]).sum(0)
-    return torch.ops.gem_kernels.jagged_join([values for values, _ in parts], [offsets for _, offsets in parts], out_offsets), out_offsets
+    return _join_op([values for values, _ in parts], [offsets for _, offsets in parts], out_offsets), out_offsets
 
 
 def jagged_split(values: Tensor, offsets: Tensor, part_offsets: Sequence[Tensor], *, totals: Sequence[int] | None = None) -> tuple[Tensor, ...]:
     """Undo ``jagged_concat``; as ``gem_core.ops.jagged_split``."""
     sizes = list(totals) if totals is not None else [int(part[-1]) for part in part_offsets]
-    return tuple(torch.ops.gem_kernels.jagged_part(values, list(part_offsets), offsets, sizes))
+    return tuple(_part_op(values, list(part_offsets), offsets, sizes))
 
 
 def jagged_pad(values: Tensor, offsets: Tensor, *, max_length: int, fill: float = 0.0, truncate: str | None = None) -> Tensor:
