@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from gem_core.batch import Batch
+from gem_core.batch import Batch, KeyedJagged
 from gem_core.spec import RequestError, Shard
 from gem_data.generate.draws import GOLDEN, Draws, mix
 from gem_data.options import SequenceShape, WorkloadOptions
@@ -235,6 +235,18 @@ def test_options_that_do_not_fit_together_are_refused(options: dict[str, Any], m
 def test_lengths_out_of_order_are_refused() -> None:
     with pytest.raises(ValidationError, match="shortest = 9 is more than longest = 8"):
         SequenceShape(shortest=9, longest=8)
+
+
+@pytest.mark.parametrize("how", [{}, {"batch_size": 1, "shard": Shard(rank=0, world=2)}])
+def test_ids_are_packed_as_columns_are(how: dict[str, Any]) -> None:
+    """One rank of two has no row of a batch of one."""
+    made = source(rows=50)
+    batch = read(made, **how)[0]
+    assert batch.rows == (0 if how else 50)
+    columns = KeyedJagged.from_columns({key: batch.ids[key] for key in made.schema().all_id_features()}, batch.rows)
+    assert (columns.keys, columns.starts, columns.max_lengths) == (batch.ids.keys, batch.ids.starts, batch.ids.max_lengths)
+    assert torch.equal(columns.values, batch.ids.values)
+    assert torch.equal(columns.offsets, batch.ids.offsets)
 
 
 def test_rows_without_any_event_make_a_batch() -> None:

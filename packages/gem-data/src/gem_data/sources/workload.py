@@ -167,18 +167,21 @@ class Workload:
     def _batch(self, number: Ints, global_rows: int) -> Batch:
         """Ids start at 1: row 0 of each table stays for unknown values."""
         rows, count = self.columns(number), number.size
-        one_each = torch.arange(count + 1)
-        singles = {"item": rows.item, "category": rows.category, "user": rows.user}
-        ids = {name: Jagged(torch.from_numpy(values + 1), one_each, min(count, 1)) for name, values in singles.items()}
+        one_each = np.ones(count, np.int64)
+        lengths = {"item": one_each, "category": one_each, "user": one_each}
+        lengths |= {f"{name}.{id}": each for name, each in rows.lengths.items() for id in ("item", "category")}
+        ids, column = _packed({key: lengths[key] for key in self.schema().all_id_features()}, count)
+        for name, values in (("item", rows.item), ("category", rows.category), ("user", rows.user)):
+            np.add(values, 1, out=column[name])
         times, spans = {}, {}
-        for name in rows.lengths:
-            item, category, times[name], spans[name] = self._events(name, rows, number)
-            ids |= {f"{name}.item": Jagged(item, spans[name].offsets, spans[name].max_length)}
-            ids |= {f"{name}.category": Jagged(category, spans[name].offsets, spans[name].max_length)}
+        for name, each in rows.lengths.items():
+            offsets = np.concatenate([[0], np.cumsum(each)])
+            time = self._events(name, rows, number, offsets, column[f"{name}.item"], column[f"{name}.category"])
+            times[name], spans[name] = torch.from_numpy(time), Jagged(torch.empty(0), torch.from_numpy(offsets), int(each.max(initial=0)))
         clicked = self._draw.uniform("click", number) < rows.click
         return Batch(
             rows=count,
-            ids=KeyedJagged.from_columns({key: ids[key] for key in self.schema().all_id_features()}, count),
+            ids=ids,
             labels={"ctr": torch.from_numpy(clicked.astype(np.float32))},
             dense={f"number_{k + 1}": torch.from_numpy(rows.numbers[:, k : k + 1].astype(np.float32)) for k in range(self.options.numbers)},
             event_dense={},
@@ -190,26 +193,33 @@ class Workload:
             global_rows=global_rows,
         )
 
-    def _events(self, name: str, rows: Rows, number: Ints) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Jagged]:
-        """Items, categories and times ``[events]`` of a sequence, oldest event first, and its offsets. One word of random bits an event."""
-        lengths, interest = rows.lengths[name], int(self.options.interest * 2**16)
-        offsets = np.concatenate([[0], np.cumsum(lengths)])
-        item, category, time = (np.empty(offsets[-1], np.int64) for _ in range(3))
+    def _events(self, name: str, rows: Rows, number: Ints, offsets: Ints, item: Ints, category: Ints) -> Ints:
+        """Fill ``item`` and ``category`` ``[events]`` of a sequence, oldest event first; returns its times. One word of random bits an event."""
+        time, interest = np.empty(offsets[-1], np.int64), np.uint64(int(self.options.interest * 2**16))
         first = self._draw.words(f"events {name}", number)
         pace = 60 + floor(unit(self._draw.words(f"pace {name}", number)) * 3540)
         for some, part in _pieces(offsets):
-            each = partial(np.repeat, repeats=lengths[some])
+            each = partial(np.repeat, repeats=rows.lengths[name][some])
             later = each(offsets[1:][some]) - np.arange(part.start, part.stop)  # 1 for the newest event
             words = mix(each(first[some]) + later.view(np.uint64) * GOLDEN)
             low, middle = words & np.uint64(0xFFFF), (words >> np.uint64(16)) & np.uint64(0xFFFF)
             other = (middle * np.uint64(self.options.categories) >> np.uint64(16)).view(np.int64)
-            drawn = np.where(low < np.uint64(interest), each(rows.interest[some]), other)
+            drawn = np.where(low < interest, each(rows.interest[some]), other)
             uniform = (words >> np.uint64(64 - _BITS)).view(np.int64).astype(np.float32) * np.float32(2.0**-_BITS)
             np.add(self._item(uniform, drawn), 1, out=item[part])
             np.add(drawn, 1, out=category[part])
             np.subtract(each(rows.time[some]), later * each(pace[some]), out=time[part])
-        span = Jagged(torch.empty(0), torch.from_numpy(offsets), int(lengths.max(initial=0)))
-        return torch.from_numpy(item), torch.from_numpy(category), torch.from_numpy(time), span
+        return time
+
+
+def _packed(lengths: dict[str, Ints], rows: int) -> tuple[KeyedJagged, dict[str, Ints]]:
+    """Columns of ids with so many in each row, to be filled, and a view of each: packed as they are made, they need not be copied together."""
+    offsets = np.concatenate([[0], *lengths.values()]).cumsum()
+    values = np.empty(offsets[-1], np.int64)
+    starts = offsets[::rows].tolist() if rows else [0] * (len(lengths) + 1)
+    longest = tuple(int(each.max(initial=0)) for each in lengths.values())
+    ids = KeyedJagged(tuple(lengths), torch.from_numpy(values), torch.from_numpy(offsets), rows, tuple(starts), longest, sound=True)
+    return ids, {key: values[start:stop] for key, (start, stop) in zip(lengths, pairwise(starts), strict=True)}
 
 
 def _pieces(offsets: Ints) -> Iterator[tuple[slice, slice]]:
