@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from gem_core.spec import RunFailed
-from gem_core.train.optim import AveragedWeights, adamw, clip_gradients, lr_factor
+from gem_core.train.optim import AveragedWeights, LateNorm, adamw, clip_gradients, lr_factor, skips_spoilt
 
 SCHEDULES = ("constant", "linear", "cosine")
 
@@ -125,3 +125,17 @@ def test_weights_come_back_when_evaluation_raises() -> None:
     with pytest.raises(ValueError, match=r"^$"):
         fail()
     assert model.weight.eq(1).all()
+
+
+def test_a_late_norm_clips_as_the_other_does() -> None:
+    for largest in (0.0, 1.0, 100.0):
+        first, second = with_gradients(3.0, 4.0), with_gradients(3.0, 4.0)
+        optimizer = torch.optim.AdamW(second.parameters(), lr=0.1, fused=True)
+        assert skips_spoilt(optimizer)
+        assert not skips_spoilt(torch.optim.AdamW(first.parameters(), lr=0.1))
+        late = LateNorm(second, largest, optimizer)
+        assert late.value() == pytest.approx(clip_gradients(first, largest))
+        assert all(torch.equal(a.grad, b.grad) for a, b in zip(first.parameters(), second.parameters(), strict=True))  # type: ignore[arg-type]
+        before = [p.detach().clone() for p in second.parameters()]
+        optimizer.step()
+        assert not all(torch.equal(p, kept) for p, kept in zip(second.parameters(), before, strict=True))

@@ -21,7 +21,7 @@ from gem_core.train.feed import Feed, Work
 from gem_core.train.labels import check_batch, check_tasks, observed, weight_sums
 from gem_core.train.metrics import StreamMetrics
 from gem_core.train.optim import AveragedWeights, adamw
-from gem_core.train.step import Learner, batch_loss, forward, train_step
+from gem_core.train.step import Learner, batch_loss, forward, settle, train_step
 from gem_core.train.world import World
 
 CPU = torch.device("cpu")
@@ -293,6 +293,7 @@ def test_case_H26_gradients_do_not_add_up_over_steps(source: FakeSource) -> None
     gradients = [p.grad.clone() for p in learner.model.parameters() if p.grad is not None]
     second = train_step(learner, work, step=2, lr_factor=0.0)
     assert first == second
+    assert first.grad_norm == second.grad_norm
     assert all(torch.equal(a, p.grad) for a, p in zip(gradients, learner.model.parameters(), strict=True) if p.grad is not None)
 
 
@@ -428,6 +429,87 @@ def test_case_G05_a_nan_gradient_of_a_finite_loss_names_the_parameters(source: F
     with pytest.raises(RunFailed, match=r"the gradients: not finite in 4 parameters: first.weight, first.bias, norm.weight, norm.bias"):
         train_step(learner, work_of(source, torch.arange(8)), step=1, lr_factor=1.0)
     assert all(torch.equal(value, before[name]) for name, value in state_of(learner).items())
+
+
+def fused(learner: Learner) -> Learner:
+    """With an optimiser that is told of spoilt gradients on the device, as on a GPU."""
+    learner.optimizer = torch.optim.AdamW(learner.model.parameters(), lr=learner.dense_lr, fused=True)
+    return learner
+
+
+def test_case_G05_gradients_that_are_looked_at_late_have_changed_nothing(source: FakeSource) -> None:
+    torch.manual_seed(7)
+    model = Probe(source.schema(), ProbeOptions())
+    model.drop = Poison(backward=True)  # type: ignore[assignment]
+    learner, work = fused(learner_of(source, model=model)), work_of(source, torch.arange(8))
+    before = [p.detach().clone() for p in model.parameters()]
+    result = train_step(learner, work, step=1, lr_factor=1.0)
+    assert all(torch.equal(p, kept) for p, kept in zip(model.parameters(), before, strict=True))
+    with pytest.raises(RunFailed, match=r"the gradients: not finite in 4 parameters: first.weight"):
+        train_step(learner, work, step=2, lr_factor=1.0)
+    assert all(torch.equal(p, kept) for p, kept in zip(model.parameters(), before, strict=True))
+    with pytest.raises(RunFailed, match="not finite in 4 parameters"):
+        _ = result.grad_norm
+
+
+def test_settling_looks_once(source: FakeSource) -> None:
+    torch.manual_seed(7)
+    model = Probe(source.schema(), ProbeOptions())
+    model.drop = Poison(backward=True)  # type: ignore[assignment]
+    learner = fused(learner_of(source, model=model))
+    train_step(learner, work_of(source, torch.arange(8)), step=1, lr_factor=1.0)
+    with pytest.raises(RunFailed, match="not finite in 4 parameters"):
+        settle(learner)
+    settle(learner)
+
+
+class AtOnce(nn.Module):
+    """Engine whose tables change in backward: counts the gradients that reach them."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__()
+        self.inner, self.reached = inner, 0
+
+    def forward(self, ids: Any) -> dict[str, Tensor]:
+        vectors: dict[str, Tensor] = self.inner(ids)
+        return {name: _Counted.apply(value, self) for name, value in vectors.items()}
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "updates_in_step":
+            raise AttributeError(name)
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("inner"), name)
+
+
+class _Counted(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, engine: AtOnce) -> Tensor:  # type: ignore[override]
+        ctx.engine = engine
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        ctx.engine.reached += 1
+        return gradient, None
+
+
+@pytest.mark.parametrize("spoilt", [False, True])
+def test_a_nan_loss_is_seen_before_tables_that_change_in_backward(source: FakeSource, spoilt: bool) -> None:
+    torch.manual_seed(7)
+    model = Probe(source.schema(), ProbeOptions())
+    if spoilt:
+        model.drop = Poison(backward=False)  # type: ignore[assignment]
+    learner = learner_of(source, model=model)
+    learner.embeddings = engine = AtOnce(learner.embeddings)  # type: ignore[assignment]
+    if not spoilt:
+        train_step(learner, work_of(source, torch.arange(8)), step=1, lr_factor=1.0)
+        assert engine.reached > 0
+        return
+    with pytest.raises(RunFailed, match=r"training step 1: the loss is not finite: module 'drop'"):
+        train_step(learner, work_of(source, torch.arange(8)), step=1, lr_factor=1.0)
+    assert engine.reached == 0
 
 
 def test_training_metrics_gather_in_the_step(source: FakeSource) -> None:

@@ -24,7 +24,7 @@ from gem_core.train.ledger.keeper import in_words
 from gem_core.train.optim import lr_factor
 from gem_core.train.paired import heed
 from gem_core.train.scoring import schema_as_json
-from gem_core.train.step import StepResult, train_step
+from gem_core.train.step import StepResult, settle, train_step
 
 
 def train_epochs(run: Run) -> None:
@@ -94,7 +94,7 @@ def _steps(run: Run, feed: Feed) -> bool:
         _heed_pair(run, result)
         if progress.step % config.train.log_every == 0 or progress.step == run.total_steps:
             with run.world.clock.phase(LOG):
-                _log_step(run, work, result.loss, seconds, factor=factor, grad_norm=result.grad_norm)
+                _log_step(run, work, result, seconds, factor=factor)
         pause = time.perf_counter()
         with run.world.clock.phase(PAUSED):
             if config.train.eval_every and progress.step % config.train.eval_every == 0:
@@ -149,11 +149,11 @@ def _pauses(run: Run, step: int) -> bool:
     return step == train.max_steps or any(every and step % every == 0 for every in (train.eval_every, train.checkpoint_every))
 
 
-def _log_step(run: Run, work: Work, loss: float, seconds: float, *, factor: float, grad_norm: float) -> None:
+def _log_step(run: Run, work: Work, result: StepResult, seconds: float, *, factor: float) -> None:
     """Add up what the ranks know, write the log, and tell the plugins. Collective."""
     progress, world = run.progress, run.world
     window = progress.meter.close_window()
-    parts = world.all_gather(torch.tensor([window.loss, loss], dtype=torch.float64)).sum(0).tolist()
+    parts = world.all_gather(torch.tensor([window.loss, result.loss], dtype=torch.float64)).sum(0).tolist()
     stream = run.learner.stream.read(world, close_window=True)
     steps = run.ledger.close_window()
     describe_again(run)
@@ -161,7 +161,7 @@ def _log_step(run: Run, work: Work, loss: float, seconds: float, *, factor: floa
         "loss": parts[0] / window.steps,
         "lr": run.learner.dense_lr * factor,
         "sparse_lr": run.learner.sparse_lr * factor,
-        "grad_norm": grad_norm,
+        "grad_norm": result.grad_norm,
         "train": stream,
         **({"ids": ids} if (ids := run.ids.read("train")) else {}),
         **window.figures(run.peak_flops),
@@ -177,6 +177,7 @@ def _log_step(run: Run, work: Work, loss: float, seconds: float, *, factor: floa
 
 def evaluate_now(run: Run) -> Evaluation:
     """Evaluate the test split with the averaged weights, where there are any, and log it. Collective."""
+    settle(run.learner)
     weights = nullcontext if run.average is None else run.average.in_place
     size = run.config.data.eval_batch_size
     with limit_named(run.config.compile.recompiles):
@@ -201,6 +202,7 @@ def save(run: Run, *, background: bool) -> None:
         RunFailed: something is not finite or cannot be written, on every rank; nothing is left of this checkpoint.
     """
     learner, world, step = run.learner, run.world, run.progress.step
+    settle(learner)
     dense = restore.model_tensors(run.model) | restore.optimizer_tensors(run.model, learner.optimizer)
     if run.average is not None:
         dense |= restore.average_tensors(run.average.state_dict())

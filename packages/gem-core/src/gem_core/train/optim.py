@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from gem_core.spec import RunFailed
+from gem_core.train.told import Told
 
 
 def adamw(module: nn.Module, *, lr: float, betas: Sequence[float], eps: float, weight_decay: float) -> torch.optim.AdamW:
@@ -68,13 +69,51 @@ def clip_gradients(module: nn.Module, max_norm: float) -> float:
     norm = global_norm([grad for _, grad in named])
     value = float(norm)
     if not math.isfinite(value):
-        bad = _anywhere([name for name, grad in named if not bool(torch.isfinite(_here(grad)).all())])
-        so = f"not finite in {len(bad)} parameters: {', '.join(bad[:5])}" if bad else "finite in every parameter, but too large to add up"
-        raise RunFailed("the gradients", so, "Lower the learning rate, or choose a precision recipe with more high-precision modules.")
+        raise _spoilt(_anywhere([name for name, grad in named if not bool(torch.isfinite(_here(grad)).all())]))
     if max_norm > 0 and named:
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0).float()
         torch._foreach_mul_([_here(grad) for _, grad in named], factor)
     return value
+
+
+def skips_spoilt(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the optimiser can be told on the device to leave all weights as they are, so that the host need not look at gradients first."""
+    return bool(optimizer.param_groups) and all(group.get("fused") for group in optimizer.param_groups)
+
+
+class LateNorm:
+    """The global norm of dense gradients that lie whole on one GPU, clipped in place as ``clip_gradients`` does, without a word to the host.
+
+    Where one is not finite, ``optimizer`` changes nothing in its next step: ``found_inf`` is how torch's fused ones are told.
+    """
+
+    def __init__(self, module: nn.Module, max_norm: float, optimizer: torch.optim.Optimizer) -> None:
+        named = [(name, p.grad) for name, p in module.named_parameters() if p.grad is not None]
+        self._names = [name for name, _ in named]
+        gradients = [grad for _, grad in named]
+        norms = torch.stack(torch._foreach_norm(gradients)) if gradients else torch.zeros(0)
+        norm = torch.linalg.vector_norm(norms)
+        finite = torch.isfinite(norm)
+        if max_norm > 0:
+            torch._foreach_mul_(gradients, torch.where(finite, torch.clamp(max_norm / (norm + 1e-6), max=1.0), 1.0))
+        optimizer.found_inf = finite.logical_not().float()  # type: ignore[attr-defined]
+        self._told = Told(torch.cat([norms, norm[None]]))
+
+    def value(self) -> float:
+        """The norm before clipping. Waits for backward.
+
+        Raises:
+            RunFailed: as ``clip_gradients``.
+        """
+        *norms, norm = self._told.value().tolist()
+        if not math.isfinite(norm):
+            raise _spoilt([name for name, part in zip(self._names, norms, strict=True) if not math.isfinite(part)])
+        return float(norm)
+
+
+def _spoilt(names: Sequence[str]) -> RunFailed:
+    so = f"not finite in {len(names)} parameters: {', '.join(names[:5])}" if names else "finite in every parameter, but too large to add up"
+    return RunFailed("the gradients", so, "Lower the learning rate, or choose a precision recipe with more high-precision modules.")
 
 
 def global_norm(gradients: Sequence[Tensor]) -> Tensor:

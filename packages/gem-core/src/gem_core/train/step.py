@@ -1,8 +1,8 @@
 """One optimiser step: loss, backward, clipping, updates."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +18,8 @@ from gem_core.train.feed import Work
 from gem_core.train.labels import observed, row_weights
 from gem_core.train.ledger.clock import BACKWARD, COPY, FORWARD, OPTIMISER, TABLES
 from gem_core.train.metrics import StreamMetrics, stream_sums
-from gem_core.train.optim import AveragedWeights, clip_gradients
+from gem_core.train.optim import AveragedWeights, LateNorm, clip_gradients, skips_spoilt
+from gem_core.train.told import Told
 from gem_core.train.world import World
 
 
@@ -53,6 +54,8 @@ class Learner:
     average: AveragedWeights | None
     stream: StreamMetrics
     delaying: Sequence[DelaysReduction] = ()
+    unread: Callable[[], float] | None = None
+    """Gives the last step's norm of gradients, which nobody has looked at; see ``settle``."""
     ahead: Ahead = field(init=False)
     changing: ChangingPrecision | None = field(init=False)
 
@@ -63,27 +66,19 @@ class Learner:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepResult:
-    """This rank's part of the global loss (the parts add up), and the norm of the dense gradients before clipping.
+    """This rank's part of the global loss (the parts add up), and what gives the norm of the dense gradients before clipping.
 
     ``pairs`` ``[2, tasks, 4]`` are this rank's ``StreamMetrics`` sums of a paired step, computed high and as it was trained; None for another step.
     """
 
     loss: float
-    grad_norm: float
+    norm: Callable[[], float] = field(compare=False)
     pairs: Tensor | None = None
 
-
-class _Told:
-    """A loss on its way to the host: asking for the value waits for the forward pass, not for what was queued after it."""
-
-    def __init__(self, loss: Tensor) -> None:
-        self._value = loss.detach().to("cpu", non_blocking=True)
-        self._arrived = torch.cuda.current_stream(loss.device).record_event() if loss.is_cuda else None
-
-    def value(self) -> float:
-        if self._arrived is not None:
-            self._arrived.synchronize()
-        return float(self._value)
+    @property
+    def grad_norm(self) -> float:
+        """Waits for the step's backward pass. RunFailed if it is not finite."""
+        return self.norm()
 
 
 def train_step(
@@ -94,8 +89,9 @@ def train_step(
     The gradient is that of ``batch_loss`` over all rows of all ranks and micro-batches: a rank scales its part by the number of ranks because the
     ranks' gradients are averaged.
 
-    Between forward and backward, while a GPU is still busy with the former, the host prepares the batch that comes next. Then it looks at the loss,
-    which empties the GPU's queue; where the tables change in ``step`` alone it does so after backward, once for all micro-batches.
+    Between forward and backward, while a GPU is still busy with the former, the host prepares the batch that comes next, and looks at the gradients
+    of the step before, if it has not. It looks at the loss before anything changes: where the tables change in ``step`` alone after backward, once
+    for all micro-batches; in a single process when backward comes to the tables, so that the GPU has work meanwhile; else before backward.
 
     Args:
         following: gives the next step, whose first batch is then prepared; None when nothing should be read or sent before this step is over.
@@ -103,6 +99,7 @@ def train_step(
 
     Raises:
         RunFailed: the loss or a gradient is not finite; raised before the optimisers move, those of tables that change in backward included.
+            Of gradients on a GPU it may be the next call or ``settle`` that raises; no dense weight has changed by then.
     """
     world, phase = learner.world, learner.world.clock.phase
     for group in learner.optimizer.param_groups:
@@ -111,7 +108,7 @@ def train_step(
     learner.optimizer.zero_grad()
     learner.embeddings.zero_grad()
     look_late = getattr(learner.embeddings, "updates_in_step", False)
-    told: list[_Told] = []
+    told: list[Told] = []
     pairs: list[Tensor] = []
     for number, host_batch in enumerate(work.batches):
         with _micro_batch(learner, number, len(work.batches)):
@@ -124,18 +121,17 @@ def train_step(
                 loss, sums = batch_loss(score(learner.dense, ready.batch, embedded, learner.tasks), ready.batch, learner.tasks, work.weights)
             if high is not None:
                 pairs.append(torch.stack([high, sums]))
-            told.append(_Told(loss))
+            told.append(Told(loss))
             with phase(COPY):
                 _prepare_next(learner.ahead, work.batches[number + 1 :], following)
-            if not look_late:
-                _refuse_non_finite(learner, told[number:], work.batches[number:], step)
-            with phase(BACKWARD):
+            settle(learner)
+            with phase(BACKWARD), ExitStack() if look_late else _looking(learner, embedded, told[number], work.batches[number], step):
                 (loss * world.size).backward()  # type: ignore[no-untyped-call]
             learner.stream.add(sums)
     if look_late:
         _refuse_non_finite(learner, told, work.batches, step)
     with phase(OPTIMISER):
-        norm = clip_gradients(learner.model, learner.clip_norm)
+        norm = _clip(learner)
         learner.optimizer.step()
         weights_changed(learner.precision)
     with phase(TABLES):
@@ -143,7 +139,55 @@ def train_step(
     if learner.average is not None:
         with phase(OPTIMISER):
             learner.average.update()
-    return StepResult(loss=sum(loss.value() for loss in told), grad_norm=norm, pairs=torch.stack(pairs).sum(0).cpu() if pairs else None)
+    return StepResult(loss=sum(float(loss.value()) for loss in told), norm=norm, pairs=torch.stack(pairs).sum(0).cpu() if pairs else None)
+
+
+def settle(learner: Learner) -> None:
+    """Look at the last step's gradients, if that has not been done. To be called before weights are evaluated or saved.
+
+    Raises:
+        RunFailed: they were not finite; that step has changed no dense weight.
+    """
+    unread, learner.unread = learner.unread, None
+    if unread is not None:
+        unread()
+
+
+def _clip(learner: Learner) -> Callable[[], float]:
+    """Clip the dense gradients, and return what gives their norm."""
+    if skips_spoilt(learner.optimizer):
+        learner.unread = LateNorm(learner.model, learner.clip_norm, learner.optimizer).value
+        return learner.unread
+    norm = clip_gradients(learner.model, learner.clip_norm)
+    return lambda: norm
+
+
+class _NotFinite(Exception):
+    """Ends a backward pass before it comes to the tables."""
+
+
+@contextmanager
+def _looking(learner: Learner, embedded: Mapping[str, Tensor], told: Told, batch: Batch, step: int) -> Iterator[None]:
+    """A context of backward in which the loss is looked at before the tables change. Collective.
+
+    One process looks when the first gradient of a looked-up vector arrives: the GPU then has backward to do while the host waits for the loss.
+    Several look at once, as their backward passes hold collectives of their own.
+    """
+    vectors = [tensor for tensor in embedded.values() if tensor.requires_grad]
+    if learner.world.size > 1 or not vectors:
+        _refuse_non_finite(learner, [told], [batch], step)
+        yield
+        return
+
+    def look(gradient: Tensor) -> None:
+        if not math.isfinite(told.value()):
+            raise _NotFinite
+
+    handle = torch.autograd.graph.register_multi_grad_hook(vectors, look, mode="any")
+    with suppress(_NotFinite):
+        yield
+    handle.remove()
+    _refuse_non_finite(learner, [told], [batch], step)
 
 
 def _micro_batch(learner: Learner, number: int, count: int) -> ExitStack:
@@ -185,7 +229,7 @@ def _prepare_next(ahead: Ahead, left: Sequence[Batch], following: Callable[[], W
         ahead.prepare(left[0])
 
 
-def _refuse_non_finite(learner: Learner, told: Sequence[_Told], batches: Sequence[Batch], step: int) -> None:
+def _refuse_non_finite(learner: Learner, told: Sequence[Told], batches: Sequence[Batch], step: int) -> None:
     """Raise RunFailed unless these micro-batches' losses are finite on all ranks. Collective."""
     world = learner.world
     finite = world.all_gather(torch.tensor([math.isfinite(loss.value()) for loss in told])).all(0)
