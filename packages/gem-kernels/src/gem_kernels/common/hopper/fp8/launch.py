@@ -1,0 +1,98 @@
+"""Launches of the FP8 forward kernel for an ``AttentionCall``. Importing this module needs triton."""
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from gem_core.spec import RequestError
+from gem_kernels.common import launcher
+from gem_kernels.common.hopper.fp8.cast import cast_keys_kernel, cast_queries_kernel
+from gem_kernels.common.hopper.fp8.forward import fp8_forward_kernel
+from gem_kernels.common.hopper.gluon import TensorDescriptor, gl
+from gem_kernels.common.hopper.launch import TILE, _ragged
+from gem_kernels.common.schedule import Tiles, programs
+
+if TYPE_CHECKING:
+    from gem_kernels.ops.attention import AttentionCall
+
+DIM = 128
+"""Head size of queries, keys and values."""
+STAGES = 4
+MAX_ITEMS = 2**31 // TILE - 1
+"""Tiles times heads: the copy engine counts their tokens in 32 bits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Low:
+    """The operands of a call as ``fp8.cast`` writes them: E4M3 in tiles, their scales, and where the keys of a row lie."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    q_scales: Tensor
+    k_scales: Tensor
+    v_scales: Tensor
+    bounds: Tensor
+    bases: Tensor
+
+
+def cast(call: "AttentionCall") -> Low:
+    """Cast q, k and v of a call.
+
+    Raises:
+        RequestError: more tiles times heads than the kernel counts.
+    """
+    queries, keys = _tiles(call, "q", call.heads), _tiles(call, "k", call.kv_heads)
+    device = call.q.device
+
+    def room(tiles: Tiles, heads: int) -> tuple[Tensor, Tensor]:
+        low = torch.empty(tiles.bound * heads * TILE, DIM, dtype=torch.float8_e4m3fn, device=device)
+        return low, torch.empty(tiles.bound * heads, device=device)
+
+    (q, q_scales), (k, k_scales), (v, v_scales) = (room(queries, call.heads), room(keys, call.kv_heads), room(keys, call.kv_heads))
+    bounds = torch.zeros((call.rows + 1) * call.kv_heads, dtype=torch.int32, device=device)
+    low = Low(q, k, v, q_scales, k_scales, v_scales, bounds.view(torch.float32), torch.empty(call.rows + 1, dtype=torch.int32, device=device))
+    launcher.launch(
+        cast_queries_kernel, queries.bound * call.heads, device,
+        {"q": call.q, "q_token": call.q.stride(0), "q_head": call.q.stride(1), "records": queries.records, "count": queries.count,
+         "heads": call.heads, "low": q, "scales": q_scales, "num_warps": 8},
+    )  # fmt: skip
+    launcher.launch(
+        cast_keys_kernel, keys.bound * call.kv_heads, device,
+        {"k": call.k, "v": call.v, "k_token": call.k.stride(0), "k_head": call.k.stride(1), "v_token": call.v.stride(0), "v_head": call.v.stride(1),
+         "records": keys.records, "count": keys.count, "heads": call.kv_heads, "low_k": k, "low_v": v.view(torch.int32), "k_scales": k_scales,
+         "v_scales": v_scales, "bounds": bounds, "bases": low.bases, "BY_KEY": call.activation != "softmax", "num_warps": 8},
+    )  # fmt: skip
+    return low
+
+
+def attend(call: "AttentionCall", low: Low, out: Tensor, lse: Tensor | None = None) -> None:
+    """Write ``out`` ``[q_tokens, heads, 128]`` and, for softmax, ``lse`` ``[heads, q_tokens]`` from the operands of ``cast(call)``."""
+    found = _tiles(call, "q", call.heads)
+    softmax = call.activation == "softmax"
+    before, after = (1.0, call.scale) if call.scale_after else (call.scale, 1.0)
+    sign = (call.scale > 0) - (call.scale < 0) if softmax else 1
+    launcher.launch(
+        fp8_forward_kernel, programs(found.bound * call.heads, 1, out.device, persistent=True), out.device,
+        {"q_desc": _tiled(low.q, TILE // 2), "k_desc": _tiled(low.k, TILE), "v_desc": _tiled(low.v, TILE), "o_desc": _ragged(out, TILE // 2),
+         "q_scales": low.q_scales, "k_scales": low.k_scales, "v_scales": low.v_scales, "bounds": low.bounds, "records": found.records,
+         "bases": low.bases, "count": found.count, "heads": call.heads, "out_tokens": call.out_tokens, "lse": lse,
+         "scale": (abs(before) or 1.0) * math.log2(math.e) if softmax else before, "after": after, "SIGN": sign, "GROUP": call.heads // call.kv_heads,
+         "STAGES": STAGES, "ACTIVATION": call.activation, "num_warps": 4},
+    )  # fmt: skip
+
+
+def _tiles(call: "AttentionCall", axis: str, heads: int) -> Tiles:
+    found = call.tiles(axis, TILE)
+    if found.bound * heads > MAX_ITEMS:
+        raise RequestError(f"{call.op} of {found.bound} tiles and {heads} heads", f"the kernel counts to {MAX_ITEMS}", "Split the batch.")
+    return found
+
+
+def _tiled(x: Tensor, rows: int) -> TensorDescriptor:
+    """The descriptor of ``x`` ``[tokens, 128]`` for blocks of ``rows``."""
+    layout = gl.NVMMASharedLayout.get_default_for([rows, DIM], gl.float8e4nv)
+    return TensorDescriptor.from_tensor(x, [rows, DIM], layout)
