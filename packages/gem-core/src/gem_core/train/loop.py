@@ -177,7 +177,8 @@ def _log_step(run: Run, work: Work, result: StepResult, seconds: float, *, facto
 
 def evaluate_now(run: Run) -> Evaluation:
     """Evaluate the test split with the averaged weights, where there are any, and log it. Collective."""
-    settle(run.learner)
+    if run.training:
+        settle(run.learner)
     weights = nullcontext if run.average is None else run.average.in_place
     size = run.config.data.eval_batch_size
     with limit_named(run.config.compile.recompiles):
