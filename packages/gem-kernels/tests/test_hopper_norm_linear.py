@@ -120,8 +120,10 @@ def test_a_residual_a_returned_sum_and_wide_matrices_have_other_kernels(kernels,
     normed = 72 if where == "before" else 136
     compare(work_of(where=where, residual=torch.randn(200, normed).half().requires_grad_()))
     compare(work_of(where=where, return_sum=True))
+    compare(work_of(where=where, return_sum=True, extras=("gamma",)))
     compare(work_of(where=where, rows=(9,), inner=264, width=264))
     assert not kernels["hopper"].grids
+    assert not kernels["hopper_grad"].grids
 
 
 def test_rows_that_the_copy_engine_cannot_address_have_other_kernels(kernels):

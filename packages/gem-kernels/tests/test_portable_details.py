@@ -1,7 +1,8 @@
 """What is peculiar to each portable kernel: rotation, blocks, splits, norms at a large mean, runs of rows, moved dtypes; and planted faults."""
 
 from dataclasses import replace
-from unittest.mock import patch
+from types import SimpleNamespace
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -151,11 +152,17 @@ def bare(rows=70, **options):
 @pytest.mark.parametrize("norm", ["rms", "layer"])
 @pytest.mark.parametrize("rows", [1, 33, 70])
 def test_rows_normed_after_a_product_are_not_computed_again_for_their_gradients(norm, rows):
-    with patch.object(norm_launch, "F", None):  # torch's products
-        compare(bare(rows, norm=norm))
-    column, whole = (torch.randn(shape).half().requires_grad_() for shape in ((72,), (rows, 72)))
-    for more in ({"gamma": column}, {"residual": whole}, {"return_sum": True}):  # the result is not the normed rows, or not alone
-        compare(bare(rows, norm=norm, **more))
+    residual = torch.randn(rows, 72).half().requires_grad_()
+    calls = [bare(rows, norm=norm, **more) for more in ({}, {"residual": residual}, {"return_sum": True}, {"residual": residual, "return_sum": True})]
+    wide = {name: t.detach().float().requires_grad_() for name, t in calls[1].arguments.items() if isinstance(t, torch.Tensor)}
+    for work in (*calls, changed(calls[1], **wide)):
+        linear = Mock(side_effect=torch.nn.functional.linear)
+        with patch.object(norm_launch, "F", SimpleNamespace(linear=linear)):
+            compare(work)
+        fused = work.arguments["x"].dtype is torch.half and not {"residual", "return_sum"} & work.arguments.keys()
+        assert linear.call_count == (0 if fused else 1)
+    scaled = bare(rows, norm=norm, residual=residual, gamma=torch.randn(72).half().requires_grad_())  # the result is not the normed rows
+    compare(scaled)
 
 
 @pytest.mark.parametrize("fault", [lambda r: r * 1.1, lambda r: r.roll(1)], ids=["scaled", "shifted"])

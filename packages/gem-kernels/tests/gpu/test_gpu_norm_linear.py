@@ -72,10 +72,10 @@ def test_matrices_that_fit_into_shared_memory_with_gamma_and_bias(rows, inner, w
 
 
 @pytest.mark.parametrize("norm", ["rms", "layer"])
-@pytest.mark.parametrize("width", [512, 200])
-def test_gradients_from_the_normed_rows_themselves_with_a_bias(width, norm):
-    named, options = draw(5000, 256, width, "after", "affine", norm, torch.bfloat16)
-    check({name: t for name, t in named.items() if name not in ("gamma", "beta")}, options)
+@pytest.mark.parametrize(("width", "extras"), [(512, ("bias",)), (200, ("bias",)), (256, ()), (1024, ("bias", "residual"))], ids=str)
+def test_gradients_from_the_normed_rows_themselves(width, extras, norm):
+    named, options = draw(5000, 256, width, "after", "everything", norm, torch.bfloat16)
+    check({name: t for name, t in named.items() if name in ("x", "weight", *extras)}, {**options, "return_sum": "residual" in extras})
 
 
 @pytest.mark.parametrize("where", ["before", "after"])

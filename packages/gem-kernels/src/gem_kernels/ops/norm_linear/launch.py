@@ -117,13 +117,14 @@ def _hopper_grads(x: Tensor, weight: Tensor, layer: bool) -> bool:
     return not layer and _on_hopper(x, weight, None, False) and hopper_launch.cut_grad(*weight.shape) is not None
 
 
+def _bare(gamma: Maybe, beta: Maybe, before: bool) -> bool:
+    """Whether the result is the normed rows themselves."""
+    return not before and gamma is None and beta is None
+
+
 def _keeps_factors(x: Tensor, weight: Tensor, gamma: Maybe, beta: Maybe, residual: Maybe, layer: bool, before: bool, keep: bool) -> bool:
-    """Whether the factors of the rows are kept with the result, if the call fits: for the Hopper kernel of the gradients; and after the product where
-    nothing was done to the normed rows, which then need not be computed again."""
-    if residual is not None or keep or x.element_size() != 2:
-        return False
-    bare = not before and gamma is None and beta is None and weight.shape[0] <= FUSED_WIDTH
-    return bare or _hopper_grads(x, weight, layer)
+    """Whether the factors of the rows are kept with the result: what was normed need not be computed again for the gradients then."""
+    return _bare(gamma, beta, before) or (residual is None and not keep and _hopper_grads(x, weight, layer))
 
 
 def _fused_before(x: Tensor, weight: Tensor, bias: Maybe, gamma: Maybe, beta: Maybe, layer: bool, eps: float, factors: Maybe) -> Tensor:
@@ -170,15 +171,17 @@ def _forward(
     x, weight, residual = _readable(x, weight, residual)
     fits = residual is None and not keep and _fits(x, weight, before)
     kept = x.shape[0] if _keeps_factors(x, weight, gamma, beta, residual, layer, before, keep) else 0
-    factors = (x.new_empty if fits else x.new_zeros)(kept, dtype=torch.float32)
+    factors = (x.new_zeros if before and not fits else x.new_empty)(kept, dtype=torch.float32)
+    written = factors if kept else None
     with host.no_autocast(x):
         if fits:
             fused = _fused_before if before else _fused_after
-            return fused(x, weight, bias, gamma, beta, layer, eps, factors if kept else None), x.new_empty(0), factors
+            return fused(x, weight, bias, gamma, beta, layer, eps, written), x.new_empty(0), factors
         if before:
             normed_rows, total = norm_rows(x, residual, gamma, beta, layer=layer, eps=eps, keep=keep)
             return F.linear(normed_rows, weight, bias), total, factors
-        return *norm_rows(F.linear(x, weight, bias), residual, gamma, beta, layer=layer, eps=eps, keep=keep), factors
+        product = F.linear(x, weight, bias)
+        return *norm_rows(product, residual, gamma, beta, layer=layer, eps=eps, keep=keep, factors=written), factors
 
 
 def _readable(x: Tensor, weight: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -205,10 +208,9 @@ def _grad(
     """Gradients of x, weight, bias, gamma, beta, and after the matmul of what was normed; empty tensors for what is not there."""
     x, weight, residual = _readable(x, weight, residual)
     options: dict[str, Any] = {"layer": layer, "eps": eps, "dtotal": dtotal}
-    if not _fits(x, weight, before):
-        out = factors = None  # the result is there, but nothing was written into the factors
+    alone = residual is None and dtotal is None and _fits(x, weight, before)
     with host.no_autocast(x):
-        if out is not None and factors is not None and _hopper_grads(x, weight, layer):
+        if out is not None and factors is not None and alone and _hopper_grads(x, weight, layer):
             dx, dweight, dbias, dgamma = hopper_launch.backward(dout, x, weight, bias, gamma, out, factors, before=before, eps=eps)
             return dx, dweight, _filled(x, dbias), _filled(x, dgamma), x.new_empty(0), x.new_empty(0)
         if before:
@@ -217,8 +219,11 @@ def _grad(
             dx, dweight = found.dz, dout.mT @ found.normed
             dbias = None if bias is None else dout.sum(0)
         else:
-            rows = F.linear(x, weight, bias) if out is None else out
-            found = norm_rows_grad(dout, rows, residual, gamma, beta, factors=factors, total=bias is not None, **options)
+            options["total"] = bias is not None
+            if out is not None and _bare(gamma, beta, before):
+                found = norm_rows_grad(dout, out, None, None, None, factors=factors, **options)
+            else:
+                found = norm_rows_grad(dout, F.linear(x, weight, bias), residual, gamma, beta, **options)
             dx, dweight, dbias = found.dz @ weight, found.dz.mT @ x, found.total
     dz = None if before or residual is None else found.dz
     return dx, dweight, _filled(x, dbias), _filled(x, found.dgamma), _filled(x, found.dbeta), _filled(x, dz)

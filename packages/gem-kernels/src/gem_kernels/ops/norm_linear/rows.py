@@ -63,10 +63,10 @@ def load_columns(base, fallback, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=_VARYING)
 def forward_kernel(
-    x, residual, gamma, beta, gate, out, total, rows, tiles, eps, x_stride, residual_stride, gate_stride,
+    x, residual, gamma, beta, gate, out, total, factors, rows, tiles, eps, x_stride, residual_stride, gate_stride,
     LAYER: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """``out [rows, WIDTH]``, and ``total``, what was normed, unless None."""
+    """``out [rows, WIDTH]``, and unless None ``total``, what was normed, and ``factors [rows]`` float32, what the norm multiplied each row by."""
     scale = load_columns(gamma, 1.0, WIDTH, BLOCK)
     shift = load_columns(beta, 0.0, WIDTH, BLOCK)
     for tile in range(tl.program_id(0).to(tl.int64), tiles, tl.num_programs(0)):
@@ -76,7 +76,10 @@ def forward_kernel(
             z += load_tile(residual, first, rows, residual_stride, WIDTH, ROWS, BLOCK)
         if total is not None:
             store_tile(total, z, first, rows, WIDTH, WIDTH, ROWS, BLOCK)
-        n, _ = normalise(z, eps, LAYER, WIDTH, BLOCK)
+        n, r = normalise(z, eps, LAYER, WIDTH, BLOCK)
+        if factors is not None:
+            row = first + tl.arange(0, ROWS)
+            tl.store(factors + row, r, mask=row < rows)
         y = n * scale + shift
         if gate is not None:
             y *= load_tile(gate, first, rows, gate_stride, WIDTH, ROWS, BLOCK)

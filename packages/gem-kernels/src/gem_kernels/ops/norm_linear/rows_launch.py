@@ -38,17 +38,18 @@ def row_tile(width: int) -> tuple[int, int, int]:
 
 
 def norm_rows(
-    x: Tensor, residual: Maybe, gamma: Maybe, beta: Maybe, *, layer: bool, eps: float, gate: Maybe = None, keep: bool = False
+    x: Tensor, residual: Maybe, gamma: Maybe, beta: Maybe, *, layer: bool, eps: float, gate: Maybe = None, keep: bool = False, factors: Maybe = None
 ) -> tuple[Tensor, Tensor]:
-    """``N(x + residual) gate`` of ``[rows, width]`` and, with ``keep``, ``x + residual`` (else an empty tensor)."""
+    """``N(x + residual) gate`` of ``[rows, width]`` and, with ``keep``, ``x + residual`` (else an empty tensor); ``factors`` ``[rows]`` float32 get
+    what each row was multiplied by."""
     rows, width = x.shape
     out, total = x.new_empty(x.shape), x.new_empty(x.shape if keep else (0,))
     if x.numel():
         tile, block, warps = row_tile(width)
         host.launch(
             _rows().forward_kernel, x, -(-rows // tile), x=x, residual=residual, gamma=gamma, beta=beta, gate=gate, out=out,
-            total=total if keep else None, rows=rows, eps=eps, **_strides(x, residual, gate), LAYER=layer, WIDTH=width, ROWS=tile, BLOCK=block,
-            num_warps=warps,
+            total=total if keep else None, factors=factors, rows=rows, eps=eps, **_strides(x, residual, gate), LAYER=layer, WIDTH=width, ROWS=tile,
+            BLOCK=block, num_warps=warps,
         )  # fmt: skip
     return out, total
 
