@@ -12,14 +12,19 @@ pytest.importorskip("triton")
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
 
 
+def load(name):
+    path = Path(__file__).parents[1] / "benchmarks" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(f"bench_{name}", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 @pytest.fixture
 def bench(monkeypatch):
     if torch.cuda.is_available():
         pytest.skip("a GPU can run the benchmark itself")
-    path = Path(__file__).parents[1] / "benchmarks" / "linear.py"
-    spec = importlib.util.spec_from_file_location("bench_linear", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = load("linear")
     monkeypatch.setattr(module, "DEVICE", "cpu")
     monkeypatch.setattr(module, "choose", lambda *shape: "own")
     monkeypatch.setattr(module, "library_reasons", lambda *shape: ["there is no GPU"])
@@ -40,6 +45,43 @@ def test_every_check_and_every_timing_runs(bench, capsys):
     assert not [record for record in timings if "failed" in record["what"]]
     assert len(timings) == 7 + 7 + 2 + 4 + 2
     assert {record["of_a_copy"] for record in timings if record["what"] == "cast"} == {1.0}
+
+
+def test_the_page_shows_what_was_measured(bench, monkeypatch, tmp_path):
+    document = load("document")
+    about = {"gpu": "a GPU", "torch": "2", "triton": "3", "date": "today"}
+    timings = bench.timings()
+    next(record for record in timings if record["what"] == "linear, fp8_block").update(ms=1.0, over_bf16=2.0)
+    found = {"about": about, "checks": [{"holds": True}, {"holds": False}], "timings": [{"shape": "1", "what": "attention failed"}, *timings]}
+    page, results = tmp_path / "page.md", tmp_path / "results.json"
+    page.write_text(f"before\n{document.BEGIN}\nold\n{document.END}\nbehind\n")
+    results.write_text(json.dumps(found))
+    monkeypatch.setattr(document, "PAGE", page)
+    monkeypatch.setattr(document, "RESULTS", results)
+    monkeypatch.setattr(sys, "argv", ["document.py", "--check"])
+    with pytest.raises(SystemExit, match="out of date"):
+        document.main()
+    assert "old" in page.read_text()
+    monkeypatch.setattr(sys, "argv", ["document.py"])
+    document.main()
+    written = page.read_text()
+    assert written.startswith("before\n")
+    assert written.endswith("\nbehind\n")
+    assert "old" not in written
+    assert "1 of 2 checks hold" in written
+    assert "| 130x128x256 | linear | 2.00 | 1.00 | 2.00 |" in written
+    assert "| 130x128x256 | weight gradient | 0 |  | **1.00** |  |" in written
+    assert "| 130x256 | 0.00 | 100% |" in written
+    monkeypatch.setattr(sys, "argv", ["document.py", "--check"])
+    document.main()
+
+
+def test_the_page_is_that_of_the_results():
+    document = load("document")
+    if not document.RESULTS.exists():
+        pytest.skip("nothing has been measured")
+    text = document.PAGE.read_text(encoding="utf-8")
+    assert document.page(text, document.section(json.loads(document.RESULTS.read_text()))) == text
 
 
 def test_a_way_that_fails_is_printed_and_costs_the_others_nothing(bench, capsys):
