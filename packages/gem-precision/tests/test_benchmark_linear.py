@@ -54,20 +54,20 @@ def test_the_page_shows_what_was_measured(bench, monkeypatch, tmp_path):
     next(record for record in timings if record["what"] == "linear, fp8_block").update(ms=1.0, over_bf16=2.0)
     found = {"about": about, "checks": [{"holds": True}, {"holds": False}], "timings": [{"shape": "1", "what": "attention failed"}, *timings]}
     page, results = tmp_path / "page.md", tmp_path / "results.json"
-    page.write_text(f"before\n{document.BEGIN}\nold\n{document.END}\nbehind\n")
+    page.write_text(f"before\n{document.BEGIN}\nstale\n{document.END}\nbehind\n")
     results.write_text(json.dumps(found))
     monkeypatch.setattr(document, "PAGE", page)
     monkeypatch.setattr(document, "RESULTS", results)
     monkeypatch.setattr(sys, "argv", ["document.py", "--check"])
     with pytest.raises(SystemExit, match="out of date"):
         document.main()
-    assert "old" in page.read_text()
+    assert "stale" in page.read_text()
     monkeypatch.setattr(sys, "argv", ["document.py"])
     document.main()
     written = page.read_text()
     assert written.startswith("before\n")
     assert written.endswith("\nbehind\n")
-    assert "old" not in written
+    assert "stale" not in written
     assert "1 of 2 checks hold" in written
     assert "| 130x128x256 | linear | 2.00 | 1.00 | 2.00 |" in written
     assert "| 130x128x256 | weight gradient | 0 |  | **1.00** |  |" in written
