@@ -264,13 +264,13 @@ def step(layer: nn.Linear, x: Tensor, grad: Tensor) -> None:
     """Nobody tells the layer that its weight stays as it is, so it is cast in each step, as in training."""
     with torch.autocast(DEVICE, dtype=torch.bfloat16):
         out = layer(x)
-    backward(out, grad, x, layer.weight)
+    backward(out, grad, x, layer.weight, layer.bias)
 
 
 def layers(rows: int, wide_in: int, wide_out: int) -> list[dict[str, Any]]:
-    """A linear layer, forward and backward."""
+    """A linear layer with a bias, forward and backward."""
     x, grad = random(rows, wide_in).requires_grad_(), random(rows, wide_out)
-    plain, low = (nn.Linear(wide_in, wide_out, bias=False, device=DEVICE) for _ in range(2))
+    plain, low = (nn.Linear(wide_in, wide_out, device=DEVICE) for _ in range(2))
     lower(low, PRESETS["fp8_block"].rule(), native_linear)
     times = medians({"bf16": lambda: step(plain, x, grad), "fp8_block": lambda: step(low, x, grad)})
     return beside_bf16("linear", times, 6 * rows * wide_in * wide_out)

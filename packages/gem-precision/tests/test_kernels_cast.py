@@ -10,7 +10,7 @@ from gem_precision.formats import find_format, quantize
 
 pytest.importorskip("triton")
 
-from gem_precision.kernels.cast import Operand, cast_both, cast_weight
+from gem_precision.kernels.cast import Operand, cast_and_sum, cast_both, cast_weight
 
 ROW, SQUARE = find_format("fp8_e4m3_1x128"), find_format("fp8_e4m3_128x128")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -67,6 +67,17 @@ def test_blocks_of_zeros_of_tiny_numbers_and_of_none(block_numbers, poisoned):
     assert both.turned.scales.isnan().sum() == 3
 
 
+@pytest.mark.parametrize("rows", [0, 1, 131, 256])
+def test_a_cast_also_sums_over_rows(block_numbers, poisoned, rows):
+    x = block_numbers(max(rows, 1), 256, rows)[:rows].to(DEVICE)
+    both, sums = cast_and_sum(x)
+    assert same(both.turned.dequantize(), cast_both(x).turned.dequantize())
+    wanted = x.double().sum(0)
+    assert sums.dtype == torch.float32
+    assert sums.shape == (256,)
+    assert ((sums.double() - wanted).abs() <= 1e-5 * x.double().abs().sum(0)).all()
+
+
 def test_scales_step_at_448_times_a_power_of_two():
     x = torch.zeros(128, 128, device=DEVICE)
     amax = torch.tensor([448.0, 448.00003, 447.99997, 224, 1.75, 1.7500001, 1, 3.4e38, 1e-40])
@@ -118,7 +129,7 @@ def test_what_an_operand_stands_for(block_numbers):
         assert torch.equal(operand.dequantize(), x)
 
 
-@pytest.mark.parametrize("cast", [cast_both, cast_weight])
+@pytest.mark.parametrize("cast", [cast_both, cast_and_sum, cast_weight])
 def test_operands_that_do_not_fit_are_refused(cast):
     x = torch.ones(256, 256)
     for bad, why in ((x[:, :100], "multiple of 128"), (x.T[:, :128].T[:128].T, "next to each other"), (x[0], "matrix"), (x.long(), "floating")):

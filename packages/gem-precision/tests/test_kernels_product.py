@@ -63,6 +63,16 @@ def test_nothing_to_contract_gives_zeros_and_nothing_to_compute_an_empty_matrix(
     assert product(none.along, cast_weight(torch.ones(128, 256, device=DEVICE)).along).shape == (0, 128)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_bias_is_added_to_every_row_and_keeps_the_result_as_it_is(block_numbers, dtype):
+    x, bias = cast_both(block_numbers(128, 256).to(DEVICE)).along, torch.arange(128.0, device=DEVICE) * 100
+    plain, added = (product(x, cast_weight(torch.ones(128, 256, device=DEVICE)).along, dtype, "own", bias=b) for b in (None, bias))
+    assert added.dtype == dtype
+    assert close(added, plain.float() + bias, BF16)
+    none = cast_both(torch.zeros(0, 128, device=DEVICE)).turned
+    assert torch.equal(product(none, none, torch.float32, bias=bias), bias.expand(128, 128))
+
+
 def test_a_block_with_a_nan_or_an_infinity_shows(block_numbers):
     x = block_numbers(128, 256).to(DEVICE)
     x[3, 200], x[70, 1] = float("nan"), float("inf")

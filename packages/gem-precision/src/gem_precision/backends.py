@@ -57,8 +57,9 @@ class LinearBackend:
     Args:
         name: unique.
         recipe: the name in ``PRESETS`` whose numbers it computes.
-        load: ``module:function``, called as ``function(x, weight, rule, held, watch)``: ``[rows, in]`` and ``[out, in]`` to ``[rows, out]``, with
-            gradients; ``held`` is the ``gem_precision.weights.HeldWeight`` of the layer, ``watch`` as in ``gem_precision.linear.LowForward``.
+        load: ``module:function``, called as ``function(x, weight, rule, held, watch, bias)``: ``[rows, in]``, ``[out, in]`` and ``[out]`` or None to
+            ``[rows, out]``, with gradients; ``held`` is the ``gem_precision.weights.HeldWeight`` of the layer, ``watch`` as in
+            ``gem_precision.linear.LowForward``.
         check: ``module:function``, called as ``function(device, shape)`` with a ``Device`` and a ``LinearShape``: the reasons why it cannot be used
             there, none if it can. None for a backend that works everywhere.
         gain: ``module:function``, called as ``check``: the reasons why it would be no faster there than bfloat16, none if it would. They do not keep

@@ -26,10 +26,11 @@ def grouped_linear(x: Tensor, weight: Tensor, rule: LinearRule, held: HeldWeight
     return emulated_linear(x, weight, rule, held, watch)
 
 
-def token_linear(x: Tensor, weight: Tensor, rule: LinearRule, held: HeldWeight, watch: Watch | None = None) -> Tensor:
-    """A linear map of its own for each token: ``[rows * tokens, in]`` and ``[tokens, in, out]`` to ``[rows * tokens, out]`` float32."""
+def token_linear(x: Tensor, weight: Tensor, rule: LinearRule, held: HeldWeight, watch: Watch | None = None, bias: Tensor | None = None) -> Tensor:
+    """A linear map for each token: ``[rows * tokens, in]``, ``[tokens, in, out]``, ``[tokens, out]`` to ``[rows * tokens, out]``, float32."""
     tokens = x.reshape(-1, *weight.shape[:2]).transpose(0, 1)
-    return grouped_linear(tokens, weight.mT, rule, held, watch).transpose(0, 1).flatten(0, 1)
+    out = grouped_linear(tokens, weight.mT, rule, held, watch).transpose(0, 1)
+    return (out if bias is None else out + bias).flatten(0, 1)
 
 
 def ragged_linear(x: Tensor, weight: Tensor, ends: Tensor, rule: LinearRule, held: Sequence[HeldWeight]) -> Tensor:

@@ -71,32 +71,14 @@ class LowForward:
         flat, watch = x.reshape(-1, x.shape[-1]), self.watch if self.module.training else None
         self.held.begin()
         with torch.autocast(x.device.type, enabled=False):
-            out = self.multiply(flat, self.module.weight, self.rule, self.held, watch)
-            out = out.reshape(*x.shape[:-1], out.shape[-1])
-            bias = self.module.bias
-            if bias is not None:
-                out = out + bias if out.dtype == bias.dtype else _AddBias.apply(out, bias)  # type: ignore[no-untyped-call]
-        return out.to(_asked_dtype(x))
+            out = self.multiply(flat, self.module.weight, self.rule, self.held, watch, self.module.bias)
+        return out.reshape(*x.shape[:-1], out.shape[-1]).to(_asked_dtype(x))
 
 
-def emulated_linear(x: Tensor, weight: Tensor, rule: LinearRule, held: HeldWeight, watch: Watch | None = None) -> Tensor:
-    """``x weight^T`` under a rule, by exact emulation: ``[..., rows, in]`` and ``[..., out, in]`` to ``[..., rows, out]`` float32."""
+def emulated_linear(x: Tensor, weight: Tensor, rule: LinearRule, held: HeldWeight, watch: Watch | None = None, bias: Tensor | None = None) -> Tensor:
+    """``x weight^T + bias`` under a rule, by exact emulation: ``[..., rows, in]``, ``[..., out, in]``, ``[out]`` to ``[..., rows, out]`` float32."""
     out: Tensor = _Linear.apply(x, weight, rule, held, watch)  # type: ignore[no-untyped-call]
-    return out
-
-
-class _AddBias(torch.autograd.Function):
-    """``[..., out]`` in 16 bits plus a float32 bias ``[out]``, which would widen it; the bias's gradient is summed in float32."""
-
-    @staticmethod
-    def forward(ctx: Any, out: Tensor, bias: Tensor) -> Tensor:
-        ctx.dtype = bias.dtype
-        return out + bias.to(out.dtype)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        return grad, grad.flatten(0, -2).sum(0, dtype=ctx.dtype)
+    return out if bias is None else out + bias
 
 
 def low_linear(x: Tensor, weight: Tensor, rule: LinearRule, held: HeldWeight | None = None) -> Tensor:

@@ -31,9 +31,10 @@ LEAST_REACH = 800
 
 
 class Kernels(NamedTuple):
-    """Of one recipe: the cast of activations and gradients, that of weights, and the product ``left right^T`` of operands."""
+    """Of one recipe: the cast of activations and gradients, that with sums over rows, that of weights, and ``left right^T + bias`` of operands."""
 
     cast: Callable[[Tensor], "Both"]
+    cast_and_sum: Callable[[Tensor], tuple["Both", Tensor]]
     cast_weight: Callable[[Tensor], "Both"]
     product: Callable[..., Tensor]
 
@@ -41,13 +42,13 @@ class Kernels(NamedTuple):
 def kernels_of(recipe: str) -> Kernels:
     """Imports Triton."""
     if recipe == "fp8_block":
-        from gem_precision.kernels.cast import cast_both, cast_weight
+        from gem_precision.kernels.cast import cast_and_sum, cast_both, cast_weight
         from gem_precision.kernels.product import product
 
-        return Kernels(cast_both, cast_weight, product)
-    from gem_precision.kernels.mx import mx_both, mx_product
+        return Kernels(cast_both, cast_and_sum, cast_weight, product)
+    from gem_precision.kernels.mx import mx_and_sum, mx_both, mx_product
 
-    return Kernels(mx_both, mx_both, mx_product)
+    return Kernels(mx_both, mx_and_sum, mx_both, mx_product)
 
 
 def why_not(device: Device, shape: LinearShape) -> list[str]:
@@ -88,8 +89,8 @@ def _reasons(device: Device, shape: LinearShape, arch: int, cores: str) -> list[
     return reasons
 
 
-def native_linear(x: Tensor, weight: Tensor, rule: LinearRule, held: HeldWeight, watch: Watch | None = None) -> Tensor:
-    """``x weight^T`` in ``fp8_block``.
+def native_linear(x: Tensor, weight: Tensor, rule: LinearRule, held: HeldWeight, watch: Watch | None = None, bias: Tensor | None = None) -> Tensor:
+    """``x weight^T + bias`` in ``fp8_block``.
 
     Args:
         x: ``[rows, in]``, any floating dtype.
@@ -97,6 +98,7 @@ def native_linear(x: Tensor, weight: Tensor, rule: LinearRule, held: HeldWeight,
         rule: that of ``fp8_block``.
         held: keeps the weight's cast until the weight changes.
         watch: as in ``gem_precision.linear.LowForward``; while something watches, operands are rounded a second time for it.
+        bias: ``[out]``; its gradient is summed in float32 by the cast of the output gradient.
 
     Returns:
         ``[rows, out]`` bfloat16.
@@ -104,11 +106,11 @@ def native_linear(x: Tensor, weight: Tensor, rule: LinearRule, held: HeldWeight,
     Raises:
         KernelUnavailable: another rule.
     """
-    return _native("fp8_block", x, weight, rule, held, watch)
+    return _native("fp8_block", x, weight, rule, held, watch, bias)
 
 
-def native_mx_linear(x: Tensor, weight: Tensor, rule: LinearRule, held: HeldWeight, watch: Watch | None = None) -> Tensor:
-    """``x weight^T`` in ``mxfp8``; as ``native_linear``.
+def native_mx_linear(x: Tensor, weight: Tensor, rule: LinearRule, held: HeldWeight, watch: Watch | None = None, bias: Tensor | None = None) -> Tensor:
+    """``x weight^T + bias`` in ``mxfp8``; as ``native_linear``.
 
     Raises:
         KernelUnavailable: another rule, or a weight that came rounded from other ranks: its two orientations differ.
@@ -116,14 +118,14 @@ def native_mx_linear(x: Tensor, weight: Tensor, rule: LinearRule, held: HeldWeig
     if held.travelled:
         so = "weights that travel in mxfp8 are rounded along each axis apart, which its cast cannot tell"
         raise KernelUnavailable(f"linear backend {NAMES['mxfp8']!r} of a gathered weight", so, "Name 'mxfp8_emulated'.")
-    return _native("mxfp8", x, weight, rule, held, watch)
+    return _native("mxfp8", x, weight, rule, held, watch, bias)
 
 
-def _native(recipe: str, x: Tensor, weight: Tensor, rule: LinearRule, held: HeldWeight, watch: Watch | None) -> Tensor:
+def _native(recipe: str, x: Tensor, weight: Tensor, rule: LinearRule, held: HeldWeight, watch: Watch | None, bias: Tensor | None) -> Tensor:
     if rule != PRESETS[recipe].rule():
         so = f"it computes the formats of {recipe}, with low weight gradients, without stochastic rounding and without a Hadamard transform"
         raise KernelUnavailable(f"linear backend {NAMES[recipe]!r} for {rule.label}", so, f"Leave these options out, or name '{recipe}_emulated'.")
-    out: Tensor = _Native.apply(x, weight, rule, held, watch, kernels_of(recipe))  # type: ignore[no-untyped-call]
+    out: Tensor = _Native.apply(x, weight, bias, rule, held, watch, kernels_of(recipe))  # type: ignore[no-untyped-call]
     return out
 
 
@@ -131,31 +133,37 @@ class _Native(torch.autograd.Function):
     """Keeps the cast activations, transposed, in the place of ``x``: half the bytes of bfloat16."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, rule: LinearRule, held: HeldWeight, watch: Watch | None, kernels: Kernels) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, rule: LinearRule, held: HeldWeight, watch: Watch | None, kernels: Kernels
+    ) -> Tensor:
         low = kernels.cast(x.contiguous())
         ctx.save_for_backward(weight, low.turned.elements, low.turned.scales)
         ctx.rule, ctx.held, ctx.watch, ctx.kernels = rule, held, watch, kernels
-        ctx.rows, ctx.dtype, ctx.operand = x.shape[0], x.dtype, type(low.turned)
+        ctx.rows, ctx.dtype, ctx.operand, ctx.bias_dtype = x.shape[0], x.dtype, type(low.turned), None if bias is None else bias.dtype
         if watch is not None:
             watch("inputs", x, quantize(x, rule.inputs))
             if not held.travelled:
                 watch("weights", weight, held.rounded(weight, transposed=False))
-        return kernels.product(low.along, _cast(held, weight, kernels).along)[: x.shape[0]]
+        return kernels.product(low.along, _cast(held, weight, kernels).along, bias=bias)[: x.shape[0]]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         weight, elements, scales = ctx.saved_tensors
         kernels: Kernels = ctx.kernels
-        low = kernels.cast(grad.contiguous())
+        dx = dw = db = None
+        if ctx.needs_input_grad[2]:
+            low, sums = kernels.cast_and_sum(grad.contiguous())
+            db = sums.to(ctx.bias_dtype)
+        else:
+            low = kernels.cast(grad.contiguous())
         if ctx.watch is not None:
             ctx.watch("grads", grad, quantize(grad, ctx.rule.grads))
-        dx = dw = None
         if ctx.needs_input_grad[0]:
             dx = kernels.product(low.along, _cast(ctx.held, weight, kernels).turned)[: ctx.rows].to(ctx.dtype)
         if ctx.needs_input_grad[1]:
             dw = kernels.product(low.turned, ctx.operand(elements, scales, square=False), torch.float32).to(weight.dtype)
-        return dx, dw, None, None, None, None
+        return dx, dw, db, None, None, None, None
 
 
 def _cast(held: HeldWeight, weight: Tensor, kernels: Kernels) -> "Both":

@@ -83,7 +83,8 @@ def load_quarter(x, row, column, stride, rows):
 
 
 @triton.jit
-def cast_both_kernel(x, stride, rows, columns, padded, out, out_scale, turned, turned_scale):
+def cast_both_kernel(x, stride, rows, columns, padded, out, out_scale, turned, turned_scale, sums, SUM: tl.constexpr):
+    """A tile; with ``SUM`` also the sums of its columns, ``sums [padded / 128, columns]``."""
     tiles = columns // BLOCK
     row_tile, column_tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
     row = row_tile.to(tl.int64) * BLOCK
@@ -93,6 +94,8 @@ def cast_both_kernel(x, stride, rows, columns, padded, out, out_scale, turned, t
     q2 = load_quarter(x, row + 2, column, stride, rows)
     q3 = load_quarter(x, row + 3, column, stride, rows)
     store_both(q0, q1, q2, q3, row_tile, column_tile, columns, padded, out, out_scale, turned, turned_scale)
+    if SUM:
+        tl.store(sums + row_tile.to(tl.int64) * columns + column + tl.arange(0, BLOCK), tl.sum(q0 + q1 + q2 + q3, 0))
 
 
 @triton.jit
@@ -129,11 +132,27 @@ def cast_both(x: Tensor) -> Both:
         RequestError: another shape or layout.
     """
     require_matrix("cast_both", x)
+    return _cast(x, None)
+
+
+def cast_and_sum(x: Tensor) -> tuple[Both, Tensor]:
+    """As ``cast_both``, and in the same pass the sums over rows, ``[columns]`` float32: of an output gradient that is the gradient of a bias.
+
+    Raises:
+        RequestError: as ``cast_both``.
+    """
+    require_matrix("cast_and_sum", x)
+    sums = torch.empty(-(-x.shape[0] // SIDE), x.shape[1], device=x.device)
+    return _cast(x, sums), sums.sum(0)
+
+
+def _cast(x: Tensor, sums: Tensor | None) -> Both:
     rows, columns = x.shape
     both = Both.empty(rows, columns, x.device)
     if x.numel():
-        padded = both.along.elements.shape[0]
-        cast_both_kernel[(padded // SIDE * (columns // SIDE),)](x, x.stride(0), rows, columns, padded, *both.words(), **LAUNCH)
+        padded, written = both.along.elements.shape[0], (*both.words(), x if sums is None else sums)
+        tiles = padded // SIDE * (columns // SIDE)
+        cast_both_kernel[(tiles,)](x, x.stride(0), rows, columns, padded, *written, SUM=sums is not None, **LAUNCH)
     return both
 
 

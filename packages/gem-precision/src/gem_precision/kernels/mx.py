@@ -126,8 +126,17 @@ def mx_both(x: Tensor) -> Both:
     return both
 
 
-def mx_product(left: Operand, right: Operand, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """``left right^T`` of ``[m, k]`` and ``[n, k]`` in MXFP8: ``[m, n]``; zeros where ``k`` is 0.
+def mx_and_sum(x: Tensor) -> tuple[Both, Tensor]:
+    """As ``mx_both``, and the sums over rows, ``[columns]`` float32.
+
+    Raises:
+        RequestError: as ``mx_both``.
+    """
+    return mx_both(x), x.sum(0, dtype=torch.float32)
+
+
+def mx_product(left: Operand, right: Operand, dtype: torch.dtype = torch.bfloat16, *, bias: Tensor | None = None) -> Tensor:
+    """``left right^T + bias`` of ``[m, k]``, ``[n, k]`` in MXFP8 and ``[n]``: ``[m, n]``; nothing but the bias where ``k`` is 0.
 
     Raises:
         RequestError: operands of another format, or axes that do not fit.
@@ -137,8 +146,9 @@ def mx_product(left: Operand, right: Operand, dtype: torch.dtype = torch.bfloat1
         so = f"they are [{m}, {k}] and {list(right.elements.shape)}, {type(left).__name__} and {type(right).__name__}"
         raise RequestError("MXFP8 product of two operands", so, "Give [m, k] and [n, k] of mx_both.")
     if 0 in (m, n, k):
-        return torch.zeros(m, n, dtype=dtype, device=left.elements.device)
-    out = torch.empty(m, n, dtype=dtype, device=left.elements.device)
-    boxes = [TensorDescriptor.from_tensor(operand.elements, [SIDE, SIDE]) for operand in (left, right)]
-    mx_product_kernel[((m // SIDE) * (n // SIDE),)](*boxes, left.scales, right.scales, out, n, k // SIDE, num_warps=8, num_stages=4)
-    return out
+        out = torch.zeros(m, n, dtype=dtype, device=left.elements.device)
+    else:
+        out = torch.empty(m, n, dtype=dtype, device=left.elements.device)
+        boxes = [TensorDescriptor.from_tensor(operand.elements, [SIDE, SIDE]) for operand in (left, right)]
+        mx_product_kernel[((m // SIDE) * (n // SIDE),)](*boxes, left.scales, right.scales, out, n, k // SIDE, num_warps=8, num_stages=4)
+    return out if bias is None else out.add_(bias)

@@ -68,8 +68,8 @@ def product_kernel(
         tl.store(places + BLOCK, second.to(out.dtype.element_ty))
 
 
-def product(left: Operand, right: Operand, dtype: torch.dtype = torch.bfloat16, way: Way | None = None) -> Tensor:
-    """``left right^T``.
+def product(left: Operand, right: Operand, dtype: torch.dtype = torch.bfloat16, way: Way | None = None, *, bias: Tensor | None = None) -> Tensor:
+    """``left right^T + bias``.
 
     Args:
         left: ``[m, k]`` in blocks of 1 x 128.
@@ -77,6 +77,7 @@ def product(left: Operand, right: Operand, dtype: torch.dtype = torch.bfloat16, 
         dtype: of the result, bfloat16 or float32.
         way: None for what ``choose`` says; ``own`` is our kernel, ``wide`` the same in tiles twice as wide, which reads less and wants an ``n``
             that is a multiple of 256.
+        bias: ``[n]``.
 
     Returns:
         ``[m, n]``; zeros where ``k`` is 0.
@@ -96,13 +97,14 @@ def product(left: Operand, right: Operand, dtype: torch.dtype = torch.bfloat16, 
     reasons = library_reasons(m, n, k, right.square) if way == "library" else [f"{n} is no multiple of 256"] if way == "wide" and n % 256 else []
     if reasons:
         raise RequestError(f"{asked} by way {way!r}", "; ".join(reasons), 'Leave the way out, or give way="own".')
-    if 0 in (m, n, k):
-        return torch.zeros(m, n, dtype=dtype, device=left.elements.device)
     way = way or choose(m, n, k, right.square)
-    if way == "library":
-        out: Tensor = torch._scaled_mm(left.elements, right.elements.t(), left.scales, right.scales.t(), out_dtype=dtype)
-        return out
-    return _own(left, right, dtype, wide=way == "wide")
+    if 0 in (m, n, k):
+        out = torch.zeros(m, n, dtype=dtype, device=left.elements.device)
+    elif way == "library":
+        out = torch._scaled_mm(left.elements, right.elements.t(), left.scales, right.scales.t(), out_dtype=dtype)
+    else:
+        out = _own(left, right, dtype, wide=way == "wide")
+    return out if bias is None else out.add_(bias)
 
 
 def library_reasons(m: int, n: int, k: int, square: bool) -> list[str]:
