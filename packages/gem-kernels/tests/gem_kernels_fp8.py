@@ -17,7 +17,7 @@ def offsets(lengths, device="cpu"):
     return torch.tensor([0, *lengths], dtype=torch.int64, device=device).cumsum(0)
 
 
-def make_call(q, k, v, q_lengths, k_lengths, *, activation="gelu", **options):
+def make_call(q, k, v, q_lengths, k_lengths, *, activation="gelu_bf16", **options):
     given = {"max_q": max(q_lengths), "max_k": max(k_lengths), "scale": 128**-0.5, "window": None, **options}
     where = (offsets(q_lengths, q.device), offsets(k_lengths, q.device))
     return AttentionCall(op="attention", q=q, k=k, v=v, q_offsets=where[0], k_offsets=where[1], activation=activation, **given)
@@ -67,7 +67,7 @@ def pointwise(call, low):
             for i in range(-(-keys // TILE)):
                 slot = tiles.bases[row] - i
                 sharpness = before * tiles.q_scales[tile, head] * tiles.k_scales[slot, g]
-                gate = 2 * ACTIVATIONS[call.activation](tiles.q[tile, head] @ tiles.k[slot, g].T * sharpness) / sharpness
+                gate = 2 * ACTIVATIONS[call.activation.removesuffix("_bf16")](tiles.q[tile, head] @ tiles.k[slot, g].T * sharpness) / sharpness
                 total = total + to_e4m3(gate * (tiles.k_scales[slot, g] * tiles.v_scales[slot, g] / bound * HEADROOM)) @ tiles.v[slot, g]
             out[start : start + count, head] = (total * (0.5 / HEADROOM * bound * tiles.q_scales[tile, head] * before * after))[:count]
     return out

@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 
 from gem_core.ops.gdpa import reference as gdpa
 from gem_core.ops.jagged_attention import reference as jagged_attention
-from gem_core.spec import RequestError
+from gem_core.spec import KernelUnavailable, RequestError
 from gem_kernels.common.hopper.fp8 import forward, launch
 from gem_kernels.common.schedule import RECORD
 
@@ -86,7 +86,7 @@ def test_views_are_cast_as_their_copies_are():
     seed=st.integers(0, 2**16),
     sizes=st.lists(st.floats(-25, 25), min_size=3, max_size=3),
     spread=st.floats(0, 8),
-    activation=st.sampled_from(["gelu", "softmax"]),
+    activation=st.sampled_from(["gelu_bf16", "softmax"]),
 )
 def test_scales_are_powers_of_two_that_keep_elements_norms_and_weights_in_range(seed, sizes, spread, activation):
     """Whatever the sizes of tensors and tokens: queries and keys at most 128 long, values at most 128, products of scales at most the bound."""
@@ -103,7 +103,7 @@ def test_scales_are_powers_of_two_that_keep_elements_norms_and_weights_in_range(
         assert bool((torch.frexp(scales[: len(slots)].float()).mantissa == 0.5).all())
     assert float(tiles.v[: len(slots)].abs().max()) <= 128
     for number, row, _, _, _ in token_tiles(call, "k", call.k):
-        product = tiles.v_scales[number] * (tiles.k_scales[number] if activation == "gelu" else 1)
+        product = tiles.v_scales[number] * (tiles.k_scales[number] if activation == "gelu_bf16" else 1)
         assert float(product) <= float(tiles.bounds[row])
     assert 2 * (128 * (1 + 2**-4)) ** 2 * plain.HEADROOM <= 448
     assert plain.LIFT <= 448
@@ -204,7 +204,7 @@ def compiled(code):
 def test_case_I03_both_products_are_fp8_and_nothing_waits_between_them():
     """Four products of two warpgroups, at the start, in the loop (two) and at the end, of four steps each. That weights stay in their threads, the
     kernel itself asserts."""
-    said = compiled('print([report(forward.fp8_forward_kernel, name) for name in ("gelu", "silu", "softmax")])')
+    said = compiled('print([report(forward.fp8_forward_kernel, name) for name in ("gelu_bf16", "silu_bf16", "softmax")])')
     assert said == str([(32, False, 0, True)] * 3)
 
 
@@ -221,6 +221,39 @@ with tempfile.TemporaryDirectory() as folder:
     pathlib.Path(folder, "ready_forward.py").write_text(text)
     sys.path.insert(0, folder)
     from ready_forward import fp8_forward_kernel
-    print(report(fp8_forward_kernel, "gelu")[1])
+    print(report(fp8_forward_kernel, "gelu_bf16")[1])
 """
     assert compiled(fault) == "True"
+
+
+# ---- what is taken ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"window": 5}, "a window"),
+        ({"causal": True}, "a mask"),
+        ({"bias": torch.zeros(1)}, "a bias"),
+        ({"q_offsets": None}, "a query that rows share"),
+        ({"activation": "relu"}, "no activation 'relu'"),
+        ({"q": torch.zeros(3, 2, 64)}, "heads are 64 wide"),
+        ({"v": torch.zeros(3, 2, 64)}, "heads are 64 wide"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
+)
+def test_what_the_kernel_does_not_take_is_refused_before_any_work(change, reason):
+    x = torch.zeros(3, 2, 128, device=DEVICE)
+    call = plain.make_call(x, x, x, [3], [3])
+    for name, value in change.items():
+        setattr(call, name, value)
+    with patch.object(launch, "cast", side_effect=AssertionError), pytest.raises(KernelUnavailable, match=reason):
+        launch.forward(call, torch.empty_like(x))
+
+
+def test_a_call_that_fits_has_no_reason_against_it():
+    x = torch.zeros(3, 2, 128)
+    call = plain.make_call(x, x, x, [3], [3])
+    assert launch.why_not(call) == ["its gradients are of bfloat16, this is torch.float32"]
+    call.q = x.bfloat16()
+    assert launch.why_not(call) == []

@@ -85,6 +85,17 @@ def _gluon(op: str, load: str, features: tuple[str, ...]) -> KernelImpl:
     )
 
 
+def _fp8(op: str, features: tuple[str, ...]) -> KernelImpl:
+    return replace(
+        _gluon(op, f"gem_kernels.ops.{op}.launch:gluon_fp8", features),
+        backend="gluon_fp8",
+        dtypes=("bf16",),
+        head_dims=(128,),
+        check="gem_kernels.ops.limits:check_unmeasured",
+        summary="Hopper: forward on FP8 tensor cores, backward as gluon",
+    )
+
+
 @hookimpl
 def gem_kernel_impls() -> Sequence[KernelImpl]:
     return [
@@ -118,6 +129,8 @@ def gem_kernel_impls() -> Sequence[KernelImpl]:
         ),
         _gluon("gdpa", "gem_kernels.ops.gdpa.launch:gluon", _GDPA_FEATURES),
         _gluon("jagged_attention", "gem_kernels.ops.jagged_attention.launch:gluon", ("cross", "causal", "window", "broadcast_q", "gqa", "lse")),
+        _fp8("gdpa", ("cross", "dense_kv", "gqa", "scale_after", "act_gelu", "act_gelu_tanh", "act_silu")),
+        _fp8("jagged_attention", ("cross", "gqa", "lse")),
         *_sdpa("jagged_attention", ("cross", "causal", "window", "broadcast_q", "bias", "gqa")),
         *_sdpa("pooled_attention", ("per_row_seeds", "gqa")),
         replace(_portable("block_attention", ("rope", "rope_v", "qk_norm"), "check_block_attention"), contract=2, configuration=_TUNING),

@@ -22,6 +22,11 @@ def _hopper() -> Any:
     return import_module("gem_kernels.common.hopper.launch")
 
 
+@cache
+def _fp8() -> Any:
+    return import_module("gem_kernels.common.hopper.fp8.launch")
+
+
 def kernel_activation(activation: str, dtype: torch.dtype) -> str:
     """The form of an activation that is as exact as its inputs need, and no dearer."""
     if dtype is torch.bfloat16 and activation in ("gelu", "gelu_tanh", "silu"):
@@ -31,7 +36,7 @@ def kernel_activation(activation: str, dtype: torch.dtype) -> str:
 
 @dataclass(slots=True, kw_only=True)
 class Call(AttentionCall):
-    """``backend`` is ``triton`` or ``gluon``; every pass of both is deterministic."""
+    """``backend`` is ``triton``, ``gluon`` or ``gluon_fp8``; every pass is deterministic."""
 
     backend: str
     k_shape: torch.Size = field(init=False)
@@ -50,6 +55,8 @@ class Call(AttentionCall):
         out = self.q.new_empty(shape)
         if self.backend == "gluon":
             _hopper().forward(self, out, None)
+        elif self.backend == "gluon_fp8":
+            _fp8().forward(self, out)
         else:
             self._over_tiles("forward", out=out)
         return out
@@ -59,7 +66,7 @@ class Call(AttentionCall):
         if self.nothing_to_do():
             return self.q.new_zeros(self.q.shape)
         dq = self.q.new_empty((self.out_tokens, *self.q.shape[1:]), dtype=torch.float32 if self.shared else self.q.dtype)
-        if self.backend == "gluon" and not self.shared:
+        if self.backend != "triton" and not self.shared:
             _hopper().query_grad(self, dout.contiguous(), dq)
         else:
             self._over_tiles("query_grad", dout=dout.contiguous(), dq=dq)
@@ -70,7 +77,7 @@ class Call(AttentionCall):
         if self.nothing_to_do():
             return self.k.new_zeros(self.k_shape), self.v.new_zeros(self.v_shape)
         dk, dv = self.k.new_empty(self.k.shape), self.v.new_empty(self.v.shape)
-        if self.backend == "gluon":
+        if self.backend != "triton":
             _hopper().key_grad(self, dout.contiguous(), dk, dv)
         else:
             self._over_tiles("key_grad", dout=dout.contiguous(), dk=dk, dv=dv)

@@ -1,4 +1,4 @@
-"""The ``triton`` and ``gluon`` backends of ``gdpa``: custom ops with fake and autograd registration, FLOP formulas.
+"""The ``triton``, ``gluon`` and ``gluon_fp8`` backends of ``gdpa``: custom ops with fake and autograd registration, FLOP formulas.
 
 Importing this module needs no triton; the first call does.
 """
@@ -39,6 +39,15 @@ def gluon(q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor | None, k_offsets: 
     if not missing:
         return _attend("gluon", q, k, v, q_offsets, k_offsets, **options)
     return _attend("gluon", q, k, F.pad(v, (0, missing)), q_offsets, k_offsets, **options)[..., :-missing].contiguous()
+
+
+def gluon_fp8(q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor | None, k_offsets: Tensor | None, **options: Any) -> Tensor:
+    """As ``gluon``, forward by the FP8 tensor cores of Hopper (``common.hopper.fp8``); gradients are those of ``gluon``, of the operands as given.
+
+    Raises:
+        KernelUnavailable: other than bfloat16 heads of 128 without a window, a query that rows share, or an activation other than GELU and SiLU.
+    """
+    return _attend("gluon_fp8", q, k, v, q_offsets, k_offsets, **options)
 
 
 def _attend(

@@ -21,7 +21,7 @@ def _kernels() -> Any:
 
 @dataclass(slots=True, kw_only=True)
 class Call(AttentionCall):
-    """``backend`` is ``triton`` or ``gluon``; every pass of both is deterministic."""
+    """``backend`` is ``triton``, ``gluon`` or ``gluon_fp8``; every pass is deterministic."""
 
     backend: str
 
@@ -34,6 +34,8 @@ class Call(AttentionCall):
         lse = self.q.new_empty((self.heads, self.out_tokens), dtype=torch.float32)
         if self.backend == "gluon":
             _hopper().forward(self, out, lse)
+        elif self.backend == "gluon_fp8":
+            _fp8().forward(self, out, lse)
         else:
             self._over_tiles("forward", out=out, lse=lse)
         return out, lse
@@ -47,7 +49,7 @@ class Call(AttentionCall):
             return self.q.new_zeros(self.q.shape), torch.zeros_like(lse)
         dq = self.q.new_empty((self.out_tokens, *self.q.shape[1:]), dtype=torch.float32 if self.shared else self.q.dtype)
         delta = torch.empty_like(lse)
-        if self.backend == "gluon" and not self.shared:
+        if self.backend != "triton" and not self.shared:
             _hopper().query_grad(self, dout.contiguous(), dq, out=out, lse=lse, delta=delta)
         else:
             self._over_tiles("query_grad", out=out, lse=lse, dout=dout.contiguous(), dq=dq, delta=delta)
@@ -58,7 +60,7 @@ class Call(AttentionCall):
         if self.nothing_to_do():
             return self.k.new_zeros(self.k.shape), self.v.new_zeros(self.v.shape)
         dk, dv = self.k.new_empty(self.k.shape), self.v.new_empty(self.v.shape)
-        if self.backend == "gluon":
+        if self.backend != "triton":
             _hopper().key_grad(self, dout.contiguous(), dk, dv, lse=lse, delta=delta)
         else:
             self._over_tiles("key_grad", lse=lse, dout=dout.contiguous(), delta=delta, dk=dk, dv=dv)
@@ -97,3 +99,8 @@ class Call(AttentionCall):
 @cache
 def _hopper() -> Any:
     return import_module("gem_kernels.common.hopper.launch")
+
+
+@cache
+def _fp8() -> Any:
+    return import_module("gem_kernels.common.hopper.fp8.launch")

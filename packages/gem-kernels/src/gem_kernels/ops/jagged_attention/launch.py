@@ -1,4 +1,4 @@
-"""The ``triton`` and ``gluon`` backends of ``jagged_attention``: checks, custom ops with fake and autograd registration, FLOP formulas.
+"""The backends ``triton``, ``gluon`` and ``gluon_fp8`` of ``jagged_attention``: checks, custom ops with their fake and autograd forms, FLOP formulas.
 
 Importing this module needs no triton; the first call does.
 """
@@ -41,6 +41,16 @@ def gluon(q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor | None, k_offsets: 
     if isinstance(found, tuple):
         return found[0][..., :-missing].contiguous(), found[1]
     return found[..., :-missing].contiguous()
+
+
+def gluon_fp8(q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor | None, k_offsets: Tensor, **options: Any) -> Tensor | tuple[Tensor, Tensor]:
+    """As ``gluon``, forward by the FP8 tensor cores of Hopper (``common.hopper.fp8``); gradients are those of ``gluon``, of the operands as given, at
+    the output and statistics of this forward pass.
+
+    Raises:
+        KernelUnavailable: other than bfloat16 heads of 128 without mask, window or bias, or a query that rows share.
+    """
+    return _attend("gluon_fp8", q, k, v, q_offsets, k_offsets, **options)
 
 
 def _attend(

@@ -1,8 +1,8 @@
 """Casts of q, k and v to E4M3 for the kernels of this package, in tiles of 128 tokens of one row and one head, zeros where a row ends.
 
 Scales are powers of two, one a tile. A query or key is scaled so that the norm of each of its tokens is at most 128, and values so that each element
-is at most 128. Twice a score of two such tiles is then at most 2^15, whatever the data (rounding may lengthen a token by 2^-4), so that the scale of a
-weight is known before the weight. A row's *bound* brings all its weights to one scale: it is the largest scale of the row's values or, where weights
+is at most 128. Twice a score of two such tiles is then at most 2^15, whatever the data (rounding may lengthen a token by 2^-4): the scale of a weight
+is known before the weight. A row's *bound* brings all its weights to one scale: it is the largest scale of the row's values or, where weights
 grow with scores, the largest product of it with that of the keys.
 
 A tile with a NaN, an infinity or a size beyond 2^63 becomes NaN, which shows in every output of its row and head; a size below 2^-65 may become 0.

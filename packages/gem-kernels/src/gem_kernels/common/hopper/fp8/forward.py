@@ -110,11 +110,11 @@ def _elements(words):
 @gluon.jit
 def _weights(s, sharpness, factor, ACTIVATION: gl.constexpr):
     """``factor`` 2 f(x) / sharpness at x = sharpness s, in E4M3."""
-    if ACTIVATION == "silu":
+    if ACTIVATION == "silu_bf16":
         u = s * (sharpness * 0.5)
     else:
-        A: gl.constexpr = U1 if ACTIVATION == "gelu" else TANH_U1
-        B: gl.constexpr = U3 if ACTIVATION == "gelu" else TANH_U3
+        A: gl.constexpr = U1 if ACTIVATION == "gelu_bf16" else TANH_U1
+        B: gl.constexpr = U3 if ACTIVATION == "gelu_bf16" else TANH_U3
         u = s * (s * s * (sharpness * sharpness * sharpness * B) + sharpness * A)
     half = s * factor
     return _words(half * fast_tanh(u) + half)

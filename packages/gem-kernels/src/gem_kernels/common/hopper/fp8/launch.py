@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from gem_core.spec import RequestError
+from gem_core.spec import KernelUnavailable, RequestError
 from gem_kernels.common import launcher
 from gem_kernels.common.hopper.fp8.cast import cast_keys_kernel, cast_queries_kernel
 from gem_kernels.common.hopper.fp8.forward import fp8_forward_kernel
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 DIM = 128
 """Head size of queries, keys and values."""
 STAGES = 4
+ACTIVATIONS = ("softmax", "gelu_bf16", "gelu_tanh_bf16", "silu_bf16")
 MAX_ITEMS = 2**31 // TILE - 1
 """Tiles times heads: the copy engine counts their tokens in 32 bits."""
 
@@ -37,6 +38,30 @@ class Low:
     v_scales: Tensor
     bounds: Tensor
     bases: Tensor
+
+
+def forward(call: "AttentionCall", out: Tensor, lse: Tensor | None = None) -> None:
+    """Write ``out`` ``[q_tokens, heads, 128]`` and, for softmax, ``lse`` ``[heads, q_tokens]``, the base-2 logarithms of its sums.
+
+    Raises:
+        KernelUnavailable: a call that the kernel does not take.
+        RequestError: as ``cast``.
+    """
+    if reasons := why_not(call):
+        raise KernelUnavailable(f"{call.op} with backend 'gluon_fp8'", "; ".join(reasons), "Name the backend 'gluon'.")
+    attend(call, cast(call), out, lse)
+
+
+def why_not(call: "AttentionCall") -> list[str]:
+    """Why the kernel does not take a call; no reason if it does."""
+    widths = {x.shape[-1] for x in (call.q, call.v)}
+    reasons = [f"heads are {width} wide, not {DIM}" for width in sorted(widths - {DIM})]
+    if call.q.dtype is not torch.bfloat16:
+        reasons.append(f"its gradients are of bfloat16, this is {call.q.dtype}")
+    if call.activation not in ACTIVATIONS:
+        reasons.append(f"it has no activation {call.activation!r}")
+    absent = {"a mask": call.causal, "a window": call.window is not None, "a bias": call.bias is not None, "a query that rows share": call.shared}
+    return reasons + [f"it has no form with {what}" for what, asked in absent.items() if asked]
 
 
 def cast(call: "AttentionCall") -> Low:
