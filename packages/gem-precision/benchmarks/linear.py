@@ -25,7 +25,7 @@ from torch.nn import functional as F
 from gem_core.ops.gdpa import reference
 from gem_precision.formats import fake_quantize, find_format
 from gem_precision.kernels.activation import activation_both
-from gem_precision.kernels.cast import Both, cast_both, cast_weight
+from gem_precision.kernels.cast import Both, cast_and_sum, cast_both, cast_weight
 from gem_precision.kernels.gdpa import gdpa_forward
 from gem_precision.kernels.layers import mlp, norm_linear
 from gem_precision.kernels.norm import norm_both
@@ -213,6 +213,7 @@ def passes(rows: int, columns: int) -> list[dict[str, Any]]:
     ways: Ways = {
         "copy": lambda: target.copy_(x),
         "cast": lambda: cast_both(x),
+        "cast and column sums": lambda: cast_and_sum(x),
         "RMS norm and cast": lambda: norm_both(x, gamma),
         "layer norm and cast": lambda: norm_both(x, gamma, gamma),
         "SiLU and cast": lambda: activation_both(x, "silu"),

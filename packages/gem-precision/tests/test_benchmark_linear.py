@@ -43,7 +43,7 @@ def test_every_check_and_every_timing_runs(bench, capsys):
     assert len(checks) == 4 + 3 + 3 + 3 + 1
     timings = bench.timings()
     assert not [record for record in timings if "failed" in record["what"]]
-    assert len(timings) == 7 + 7 + 2 + 4 + 2
+    assert len(timings) == 8 + 7 + 2 + 4 + 2
     assert {record["of_a_copy"] for record in timings if record["what"] == "cast"} == {1.0}
 
 
