@@ -209,6 +209,23 @@ def test_steps_that_compile_are_not_measured(
     assert all(one is other for one, other in zip(counted, seen[before:], strict=True))
 
 
+def test_gradients_of_the_last_step_are_looked_at_too(alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def spoilt() -> float:
+        raise RunFailed("training step 8", "its gradients are not finite", "Lower the learning rate.")
+
+    take = step_module.take
+
+    def last_spoilt(run: Any, *what: Any) -> Any:
+        work = take(run, *what)
+        if run.progress.step == 8:
+            run.learner.unread = spoilt
+        return work
+
+    monkeypatch.setattr(step_module, "take", last_spoilt)
+    with pytest.raises(RunFailed, match="training step 8"):
+        figures_of(tmp_path)
+
+
 @pytest.mark.parametrize(("owner", "name"), [(feed, "check_batch"), (Batch, "to")])
 def test_waiting_for_a_batch_to_be_read_or_copied_counts_as_data(
     alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str

@@ -21,6 +21,7 @@ from gem_core.train.feed import Feed, Work
 from gem_core.train.ledger.clock import COPY, DATA, IDS
 from gem_core.train.ledger.load import load_of
 from gem_core.train.loop import epoch_feed, take_step
+from gem_core.train.step import settle
 
 COLUMNS = (
     "date", "gpu", "torch", "recipe", "rung",
@@ -102,6 +103,7 @@ def measure_steps(run: Run, *, steps: int, warmup: int, told: Callable[[int], No
         while walk.unsettled and walk.taken < most:
             walk.step()
         window = _Window.measured(walk, steps, most)
+    settle(run.learner)
     return _figures(run, window, ne=walk.ne, note=_note(walk, window, warmup))
 
 
