@@ -56,7 +56,7 @@ KERNELS = {
     "block_attention.triton": ("forward", "backward"),
     "block_attention.triton engine": ("forward", "backward"),
     "hstu_attention.triton": ("forward", "query_grad", "key_grad", "bias_grad"),
-    "pooled_attention.triton": ("forward", "query_grad", "key_grad"),
+    "pooled_attention.triton": ("forward", "grad", "query_grad", "key_grad"),
     "norm_linear.triton": ("after", "before"),
     "norm_linear.rows": ("forward", "backward"),
     "gated_residual.triton": ("forward", "backward"),

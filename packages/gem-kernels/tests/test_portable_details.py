@@ -219,8 +219,37 @@ def test_rows_split_along_their_keys_give_the_same(per_row):
 
 @pytest.mark.parametrize("runs", [1, 2])
 def test_the_gradient_of_shared_seeds_is_added_in_runs_of_rows(runs):
-    with patch.object(pooled_launch, "RUNS", runs):
+    with patch.object(pooled_launch, "RUNS", runs), patch.object(pooled_launch, "FUSED_RUNS", runs):
         compare(draw("pooled_attention", (3, 0, 20, 7, 1)))
+
+
+@pytest.mark.parametrize(("seeds", "kv_heads"), [(33, 2), (5, 1)])
+def test_many_seeds_and_shared_keys_take_two_kernels_and_few_seeds_one(seeds, kv_heads):
+    """The interpreter's tile holds 32 seeds."""
+    used = []
+
+    def seen(self, kernel, tiles, **arguments):
+        used.append(kernel.fn.__name__)
+        return run(self, kernel, tiles, **arguments)
+
+    run = pooled_launch._Inputs.run
+    work = draw("pooled_attention", (70, 0, 33))
+    k, v = (work.arguments[name].detach()[:, :kv_heads].requires_grad_() for name in "kv")
+    with patch.object(pooled_launch._Inputs, "run", seen):
+        compare(changed(work, seeds=torch.randn(seeds, 2, 16, requires_grad=True), k=k, v=v))
+        assert used == ["forward_kernel", "key_grad_kernel", "query_grad_kernel"]
+        used.clear()
+        compare(work)
+        assert used == ["forward_kernel", "grad_kernel"]
+
+
+def test_both_ways_to_the_gradients_agree():
+    work = draw("pooled_attention", (70, 0, 33, 64))
+    one = results(kernel_of("pooled_attention"), work)
+    with patch.object(pooled_launch, "fused", lambda call: False):
+        two = results(kernel_of("pooled_attention"), work)
+    for a, b in zip(one, two, strict=True):
+        assert_close(a, b, bound=2e-6)
 
 
 def test_pffn_of_strided_tokens():

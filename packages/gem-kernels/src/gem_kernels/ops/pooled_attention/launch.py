@@ -15,6 +15,8 @@ from gem_kernels.ops.limits import MAX_WIDTH
 
 RUNS = 256
 """The gradient of shared seeds is added up in at most this many runs of rows, whatever the device, so that its rounding is the same everywhere."""
+FUSED_RUNS = 1024
+"""As ``RUNS``, for the kernel that makes all gradients and so has no other programs to fill the device with."""
 PROGRAMS = 512
 """Programs that fill a large GPU: a smaller batch is split along its keys until there are as many."""
 SPLIT_KEYS = 1024
@@ -122,22 +124,46 @@ def _grad(
     delta = (dout.float() * out.float()).sum(-1)
     dk, dv = k.new_empty(k.shape), v.new_empty(v.shape)
     shared: dict[str, Any] = {"dout": dout, "lse": lse, "delta": delta}
-    block_m, block_n, _, _ = call.blocks()
+    block_m, block_n, _, stages = call.blocks()
+    if fused(call):
+        dq, splits, per_run = _query_sums(call, FUSED_RUNS, 1)
+        runs, heads = dq.shape[0], dq.shape[3]
+        call.run(
+            _kernels().grad_kernel, runs * splits * heads, pipelined=False, dq=dq, dk=dk, dv=dv, heads=heads, splits=splits, rows_per_run=per_run,
+            STAGES=stages, **shared,
+        )  # fmt: skip
+        return _added(call, dq), dk, dv
     tiles = call.rows * k.shape[1] * -(-max_k // block_n)
     # Few seeds make a short loop, which a pipeline only takes registers from.
     call.run(_kernels().key_grad_kernel, tiles, pipelined=False, dk=dk, dv=dv, kv_heads=k.shape[1], **shared)
     return _query_grad(call, block_m, shared), dk, dv
 
 
-def _query_grad(call: _Inputs, block_m: int, shared: dict[str, Any]) -> Tensor:
+def fused(call: _Inputs) -> bool:
+    """Whether one kernel makes all gradients: one tile holds all seeds, and each head has its own keys."""
+    return call.q.shape[-3] <= call.blocks()[0] and call.q.shape[-2] == call.k.shape[1]
+
+
+def _query_sums(call: _Inputs, most: int, seed_tiles: int) -> tuple[Tensor, int, int]:
+    """Memory for the gradient of the seeds ``[runs, splits, seeds, heads, dim]`` float32, how many splits, and how many rows in a run."""
     rows, seeds, heads, _ = call.shape
-    per_run = -(-rows // RUNS) if call.q.dim() == 3 else 1
+    per_run = -(-rows // most) if call.q.dim() == 3 else 1
     runs = -(-rows // per_run)
-    programs = runs * heads * -(-seeds // block_m)
-    splits = call.splits(programs)
-    dq = call.q.new_empty((runs, splits, seeds, heads, call.q.shape[-1]), dtype=torch.float32)
-    call.run(_kernels().query_grad_kernel, programs * splits, dq=dq, heads=heads, splits=splits, rows_per_run=per_run, **shared)
+    splits = call.splits(runs * heads * seed_tiles)
+    return call.q.new_empty((runs, splits, seeds, heads, call.q.shape[-1]), dtype=torch.float32), splits, per_run
+
+
+def _added(call: _Inputs, dq: Tensor) -> Tensor:
     return (dq.sum((0, 1)) if call.q.dim() == 3 else dq.sum(1)).to(call.q.dtype)
+
+
+def _query_grad(call: _Inputs, block_m: int, shared: dict[str, Any]) -> Tensor:
+    seed_tiles = -(-call.q.shape[-3] // block_m)
+    dq, splits, per_run = _query_sums(call, RUNS, seed_tiles)
+    runs, heads = dq.shape[0], dq.shape[3]
+    tiles = runs * splits * heads * seed_tiles
+    call.run(_kernels().query_grad_kernel, tiles, dq=dq, heads=heads, splits=splits, rows_per_run=per_run, **shared)
+    return _added(call, dq)
 
 
 @_forward.register_fake

@@ -2,7 +2,8 @@
 
 Rows may be split along their keys, so that a small batch of long rows fills the device: each split gives its own softmax and the logarithm of its
 sum, and the caller joins them. Backward, with p the weights and d = rowsum(do * out): dv = pᵀ do, ds = p * (do vᵀ - d), dk = scale dsᵀ q,
-dq = scale ds k; the gradient of shared seeds is added over runs of rows in row order, and the caller adds the runs.
+dq = scale ds k; the gradient of shared seeds is added over runs of rows in row order, and the caller adds the runs. One kernel makes all gradients
+where a tile holds all seeds; more seeds, or heads that share keys, take one for the keys and one for the seeds.
 
 Arguments shared by the kernels: seed ``s`` of row ``r`` lies at ``r * q_row + s * q_seed``, with ``q_row`` 0 for shared seeds. Logarithms are base 2.
 ``lse`` and ``delta`` are float32 ``[rows, seeds, heads]``; outputs and ``dout`` are contiguous.
@@ -72,6 +73,58 @@ def forward_kernel(
         s_index = first + tl.arange(0, BLOCK_M)
         sums = tl.where(some, m + tl.log2(tl.where(some, z, 1.0)), float("-inf"))
         tl.store(lse + place + s_index * heads, sums, mask=s_index < seeds)
+
+
+@triton.jit(do_not_specialize=_VARYING)
+def grad_kernel(
+    q, k, v, dout, lse, delta, dq, dk, dv, offsets, rows, seeds, heads, total, max_k, tiles, splits, rows_per_run, scale,
+    q_row, q_seed, q_head, k_token, k_head, v_token, v_head,
+    GROUP: tl.constexpr, DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """All gradients, keys and values read once, where one tile holds all seeds and each head has its own keys (``GROUP`` is 1).
+
+    A tile is one (run of rows, split, head); scores are kept transposed, ``[keys, seeds]``, and so is the sum for dq, ``[DIM, seeds]``: a product of
+    64 rows and more is one of warpgroups. ``dq [runs, splits, seeds, heads, DIM]``.
+    """
+    for tile in range(tl.program_id(0).to(tl.int64), tiles, tl.num_programs(0)):
+        head = tile % heads
+        split = tile // heads % splits
+        run = tile // heads // splits
+        dk_base = dk + head * DIM
+        dv_base = dv + head * V_DIM
+        acc = tl.zeros([BLOCK_D, BLOCK_M], tl.float32)
+        for row in range(run * rows_per_run, tl.minimum((run + 1) * rows_per_run, rows)):
+            start, length = row_span(offsets, row, total)
+            used = tl.minimum(length, max_k)
+            low, high = _share(used, split, splits, BLOCK_N)
+            place = row * seeds * heads + head
+            q_tile = load_rows(q + row * q_row + head * q_head, 0, seeds, q_seed, BLOCK_M, DIM, BLOCK_D)
+            do_tile = load_rows(dout + place * V_DIM, 0, seeds, heads * V_DIM, BLOCK_M, V_DIM, BLOCK_V)
+            sums = _numbers(lse + place, 0, seeds, heads, float("inf"), BLOCK_M)
+            means = _numbers(delta + place, 0, seeds, heads, 0.0, BLOCK_M)
+            k_base = k + head * k_head + start * k_token
+            v_base = v + head * v_head + start * v_token
+            for n in tl.range(low, high, BLOCK_N, num_stages=STAGES):
+                k_tile = load_rows(k_base, n, high, k_token, BLOCK_N, DIM, BLOCK_D)
+                v_tile = load_rows(v_base, n, high, v_token, BLOCK_N, V_DIM, BLOCK_V)
+                s = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION) * (scale * LOG2E)
+                dp = tl.dot(v_tile, tl.trans(do_tile), input_precision=PRECISION)
+                p = tl.exp2(s - sums[None, :])
+                ds = (p * (dp - means[None, :])).to(k_tile.dtype)
+                dv_tile = tl.dot(p.to(do_tile.dtype), do_tile, input_precision=PRECISION)
+                store_rows(dv_base + start * heads * V_DIM, dv_tile, n, high, heads * V_DIM, BLOCK_N, V_DIM, BLOCK_V)
+                dk_tile = tl.dot(ds, q_tile, input_precision=PRECISION) * scale
+                store_rows(dk_base + start * heads * DIM, dk_tile, n, high, heads * DIM, BLOCK_N, DIM, BLOCK_D)
+                acc = tl.dot(tl.trans(k_tile), ds, acc, input_precision=PRECISION)
+            if split == splits - 1:
+                end = start + length
+                if row == rows - 1:
+                    end = tl.maximum(end, total)
+                zero_rows(dk_base, start + used, end, heads * DIM, BLOCK_N, DIM, BLOCK_D)
+                zero_rows(dv_base, start + used, end, heads * V_DIM, BLOCK_N, V_DIM, BLOCK_V)
+        base = dq + ((run * splits + split) * seeds * heads + head) * DIM
+        store_rows(base, tl.trans(acc) * scale, 0, seeds, heads * DIM, BLOCK_M, DIM, BLOCK_D)
 
 
 @triton.jit(do_not_specialize=_VARYING)
