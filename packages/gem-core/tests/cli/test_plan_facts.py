@@ -172,6 +172,7 @@ def test_shapes_leave_what_numbers_leave(sets: list[str], monkeypatch: pytest.Mo
 
 def test_masks_may_be_shapes_but_lengths_are_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     """As of long rows, whose masks of scores are large."""
+    monkeypatch.setattr(plan_facts, "MEASURED_ROWS", 32)
     want = _facts_of(HSTU)
     monkeypatch.setattr(plan_shapes, "MOST_REAL", 1000)
     assert _facts_of(HSTU) == want

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from gem_core.batch import Batch, Jagged
 from gem_core.bench.flops import layer_flops
+from gem_core.cli.plan_fused import bind_fused
 from gem_core.cli.plan_shapes import ShapesOnly
 from gem_core.config.load import LoadedConfig
 from gem_core.model.experts import Ensemble
@@ -19,7 +20,7 @@ from gem_core.plugins.manager import host
 from gem_core.select.policy import policy_scope
 from gem_core.spec import BlockFacts, ModelFacts, Source, TableSpec
 
-MEASURED_ROWS = 32
+MEASURED_ROWS = 256
 REST = "rest"
 WIDTHS = {"fp32": 4, "fp64": 8, "bf16": 2, "fp16": 2}
 
@@ -27,8 +28,8 @@ WIDTHS = {"fp32": 4, "fp64": 8, "bf16": 2, "fp16": 2}
 def model_facts(loaded: LoadedConfig, source: Source, tables: Sequence[TableSpec], device: str) -> ModelFacts:
     """Facts of the configured model on some of its training rows, for a run on ``device`` devices (``cpu`` or ``cuda``).
 
-    Saved activations are what the CPU's kernels leave for backward, in the width of the compute dtype: a fused kernel of a GPU leaves less. They
-    are added up from shapes: no weight is held and no product computed.
+    Saved activations are what is left for backward, in the width of the compute dtype, added up from shapes: no weight is held and no product
+    computed. On ``cuda`` ops leave what fused kernels do, unless a backend is named for them.
 
     Raises:
         RequestError: the model's forward pass needs more than shapes, or its layers count more FLOPs than the model.
@@ -43,7 +44,9 @@ def model_facts(loaded: LoadedConfig, source: Source, tables: Sequence[TableSpec
     with policy_scope(replace(loaded.kernel_policy(), on_reference="allow")), ShapesOnly("a step of this model"):
         model = _built(loaded, source)
         blocks = blocks_of(model)
-        bind_kernels(model, device="cpu", dtype="fp32", arch=None, backward=True)
+        choices = bind_kernels(model, device="cpu", dtype="fp32", arch=None, backward=True)
+        if device == "cuda":
+            bind_fused(model, choices)
         saved = saved_bytes(model, blocks, batch, looked_up(tables, batch), WIDTHS.get(dtype, 4))
     flops = flops_of(model, blocks, batch)
     facts = [_facts(name, block, model, blocks, flops, saved, batch.rows) for name, block in {REST: model, **blocks}.items()]
