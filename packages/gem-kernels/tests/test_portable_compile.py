@@ -22,7 +22,6 @@ WORDS = dict(scale="fp32", norm="fp32", eps="fp32", rope="*fp32", offsets="*i64"
              lse="*fp32", delta="*fp32", sums="*fp32", dgamma="*fp32", dbeta="*fp32", dsum="*fp32", factors="*fp32", packed="*i32", other="*i32")
 NUMBERS = set("count rows heads kv_heads total tokens max_length max_q max_k tiles steps limit seeds splits rows_per_run window row_group".split())
 NUMBERS.add("head_group")
-RAGGED = "q k v dout out_desc dq_desc dk_desc dv_desc".split()
 DESCRIBED = {"x": "tensordesc<bf16[64, 32]>", "weight": "tensordesc<bf16[64, 32]>", "out": "tensordesc<bf16[64, 64]>"}
 
 def word(name, described):
@@ -38,6 +37,7 @@ def word(name, described):
 
 op, _, engine = sys.argv[1].partition(" ")
 kernels = sys.argv[2:]
+RAGGED = ("k v dk_desc dv_desc" if op.startswith("pooled") else "q k v dout out_desc dq_desc dk_desc dv_desc").split()
 if engine:
     SIZES = {name: value for name, value in SIZES.items() if name not in RAGGED}
     SIZES |= dict(ENGINE=True, STAGES=3, ROPE=False, NORM=False, ROPE_V=False)
@@ -57,6 +57,7 @@ KERNELS = {
     "block_attention.triton engine": ("forward", "backward"),
     "hstu_attention.triton": ("forward", "query_grad", "key_grad", "bias_grad"),
     "pooled_attention.triton": ("forward", "grad", "query_grad", "key_grad"),
+    "pooled_attention.triton engine": ("grad",),
     "norm_linear.triton": ("after", "before"),
     "norm_linear.rows": ("forward", "backward"),
     "gated_residual.triton": ("forward", "backward"),

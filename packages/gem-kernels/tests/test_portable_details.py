@@ -13,9 +13,8 @@ from gem_core.testing import assert_close
 
 pytest.importorskip("triton")
 
-from gem_kernels.ops import host
+from gem_kernels.ops import host, ragged
 from gem_kernels.ops.block_attention import configs as block_configs
-from gem_kernels.ops.block_attention import launch as block_launch
 from gem_kernels.ops.norm_linear import launch as norm_launch
 from gem_kernels.ops.norm_linear import rows_launch
 from gem_kernels.ops.pooled_attention import launch as pooled_launch
@@ -111,8 +110,8 @@ def test_what_the_copy_engine_is_given(change, fits):
     shape = change.get("shape", (9, 2, 32))
     x = torch.empty_strided(shape, change.get("stride", (shape[1] * shape[2], shape[2], 1)), dtype=change.get("dtype", torch.float16), device="meta")
     with patch.object(host, "hopper", lambda like: True), patch.object(torch.Tensor, "data_ptr", lambda self: change.get("offset", 0) * 2):
-        assert block_launch._copied(x) == fits
-    assert not block_launch._copied(torch.zeros(9, 2, 32).half())
+        assert ragged.copied(x) == fits
+    assert not ragged.copied(torch.zeros(9, 2, 32).half())
 
 
 # ---- norm_linear ----------------------------------------------------------------------------------------------------------------------

@@ -5,6 +5,8 @@
 
 from gem_kernels.common.language import tl, triton
 
+END = tl.constexpr(2**30)
+
 
 @triton.jit
 def row_span(offsets, row, total):
@@ -43,3 +45,27 @@ def zero_rows(base, first, count, stride, ROWS: tl.constexpr, WIDTH: tl.constexp
     zeros = tl.zeros([ROWS, BLOCK], tl.float32)
     for r in range(first, count, ROWS):
         store_rows(base, zeros, r, count, stride, ROWS, WIDTH, BLOCK)
+
+
+@triton.jit
+def load_tile(x, head, start, first, until, x_token, x_head, ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ENGINE: tl.constexpr):
+    """``[ROWS, BLOCK]`` of one head from token ``first`` of the row at ``start``; zeros from token ``until`` on.
+
+    ENGINE: ``x`` is a ragged descriptor of Hopper's copy engine (``common.hopper.language`` says how it ends at a row), else a pointer.
+    """
+    if ENGINE:
+        at = [END, (start + until).to(tl.int32), (END - until + first).to(tl.int32), (head * x_head).to(tl.int32)]
+        tile = tl.reshape(x.load(at), [ROWS, BLOCK])
+    else:
+        tile = load_rows(x + head * x_head + start * x_token, first, until, x_token, ROWS, WIDTH, BLOCK)
+    return tile
+
+
+@triton.jit
+def store_tile(x, tile, head, start, first, until, heads, ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ENGINE: tl.constexpr):
+    """Store what ``load_tile`` would load, to contiguous memory."""
+    if ENGINE:
+        at = [END, (start + until).to(tl.int32), (END - until + first).to(tl.int32), (head * WIDTH).to(tl.int32)]
+        x.store(at, tl.reshape(tile.to(x.dtype), [1, 1, ROWS, BLOCK]))
+    else:
+        store_rows(x + head * WIDTH + start * heads * WIDTH, tile, first, until, heads * WIDTH, ROWS, WIDTH, BLOCK)

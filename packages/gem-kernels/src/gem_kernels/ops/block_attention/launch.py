@@ -16,9 +16,7 @@ from gem_kernels.ops.block_attention.configs import INTERPRETER, TILE, Key, choo
 from gem_kernels.ops.direct import differentiable, direct
 from gem_kernels.ops.limits import MAX_BLOCK, MAX_BLOCK_WIDTH
 from gem_kernels.ops.norm_linear.rows_launch import norm_rows_grad
-
-AXIS = 2**31 - 2**16
-"""Size of the descriptor axes that are not to end anywhere."""
+from gem_kernels.ops.ragged import copied, ragged
 
 
 def key_of(direction: str, q: Tensor, v: Tensor, tile: int, *, turned: bool, normed: bool) -> Key:
@@ -62,34 +60,6 @@ def _kernels() -> Any:
     return import_module("gem_kernels.ops.block_attention.triton")
 
 
-@cache
-def _descriptor() -> Any:
-    """A descriptor without the checks of Triton's, which take longer than the rest of a launch; ``_copied`` has seen to what they ask."""
-    base = import_module("triton.tools.tensor_descriptor").TensorDescriptor
-    return type("Ragged", (base,), {"__post_init__": lambda self: None})
-
-
-def _ragged(x: Tensor, rows: int) -> Any:
-    """The ragged descriptor of ``gem_kernels.common.hopper.language`` for tiles of ``rows`` tokens of one head of ``x [tokens, heads, width]``."""
-    token, (heads, width) = x.stride(0), x.shape[1:]
-    shape = [AXIS, AXIS, 2**30, (heads - 1) * x.stride(1) + width]
-    return _descriptor()(x, shape, [2**34 - token, token, token, 1], [1, 1, rows, width])
-
-
-def _copied(*tensors: Tensor) -> bool:
-    """Whether Hopper's copy engine can address the tensors and a tile of theirs holds one head and nothing else."""
-    return host.hopper(tensors[0]) and all(
-        x.element_size() == 2
-        and x.shape[-1] == host.block_width(x.shape[-1])
-        and x.data_ptr() % 16 == 0
-        and x.stride(0) % 8 == 0
-        and x.stride(1) % 8 == 0
-        and x.shape[0] <= 2**30
-        and (x.shape[1] - 1) * x.stride(1) + x.shape[2] <= AXIS
-        for x in tensors
-    )
-
-
 Settings = tuple[int, int, float, bool, float]
 """``max_length, block, scale, rope_on_v, eps``."""
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor, Tensor | None]
@@ -111,14 +81,14 @@ def _run(kernel: str, inputs: Inputs, settings: Settings, results: dict[str, Ten
     normed, upstream = q_gain is not None, {} if dout is None else {"dout": dout}
     tile = TILE if block <= TILE else MAX_BLOCK
     span = tile // block * block
-    engine = _copied(q, k, v, *upstream.values())
+    engine = copied(q, k, v, *upstream.values())
     key = key_of(kernel, q, v, tile, turned=rope is not None, normed=normed)
     config = INTERPRETER if host.interpreted() else tuned("block_attention", key, choose(key))
     chunk = span * config.tiles
     arguments: dict[str, Any] = {"q": q, "k": k, "v": v, **upstream}
     if engine:
-        arguments = {name: _ragged(x, tile) for name, x in arguments.items()}
-    arguments |= results | {f"{name}_desc": _ragged(x, tile) if engine else None for name, x in results.items()}
+        arguments = {name: ragged(x, tile) for name, x in arguments.items()}
+    arguments |= results | {f"{name}_desc": ragged(x, tile) if engine else None for name, x in results.items()}
     host.launch(
         getattr(_kernels(), f"{kernel}_kernel"), q, rows * heads * -(-max_length // chunk), rope=rope, q_gain=q_gain, k_gain=k_gain, offsets=offsets,
         rows=rows, heads=heads, total=q.shape[0], max_length=max_length, scale=scale, eps=eps,

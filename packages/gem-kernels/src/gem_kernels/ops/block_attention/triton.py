@@ -16,11 +16,10 @@ then reach shared memory past the registers, of which the backward pass has too 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
 from gem_kernels.common.language import tl, triton
-from gem_kernels.common.offsets import load_rows, row_span, store_rows, zero_rows
+from gem_kernels.common.offsets import load_rows, load_tile, row_span, store_tile, zero_rows
 
 _VARYING = ["rows", "total", "max_length", "tiles"]
 LOG2E = tl.constexpr(1.4426950408889634)
-END = tl.constexpr(2**30)
 # 2 pi in two parts: whole turns times the first are exact up to 100,000 radians, the second is the rest.
 TURN, TURN_REST, TURNS = tl.constexpr(6.28125), tl.constexpr(0.0019353071795864769), tl.constexpr(0.15915494309189535)
 
@@ -75,27 +74,6 @@ def _weights(q, k, count, scale, BLOCK: tl.constexpr, ROWS: tl.constexpr, PRECIS
     p = tl.exp2(s - tl.where(m == float("-inf"), 0.0, m)[:, None])
     z = tl.sum(p, 1)
     return p * (1.0 / tl.where(z == 0.0, 1.0, z))[:, None]
-
-
-@triton.jit
-def _load(x, head, start, first, until, x_token, x_head, ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ENGINE: tl.constexpr):
-    """``[ROWS, BLOCK]`` of one head from token ``first`` of the row at ``start``; zeros from token ``until`` on."""
-    if ENGINE:
-        at = [END, (start + until).to(tl.int32), (END - until + first).to(tl.int32), (head * x_head).to(tl.int32)]
-        tile = tl.reshape(x.load(at), [ROWS, BLOCK])
-    else:
-        tile = load_rows(x + head * x_head + start * x_token, first, until, x_token, ROWS, WIDTH, BLOCK)
-    return tile
-
-
-@triton.jit
-def _store(x, tile, head, start, first, until, heads, ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ENGINE: tl.constexpr):
-    """Store what ``_load`` would load, to contiguous memory."""
-    if ENGINE:
-        at = [END, (start + until).to(tl.int32), (END - until + first).to(tl.int32), (head * WIDTH).to(tl.int32)]
-        x.store(at, tl.reshape(tile.to(x.dtype), [1, 1, ROWS, BLOCK]))
-    else:
-        store_rows(x + head * WIDTH + start * heads * WIDTH, tile, first, until, heads * WIDTH, ROWS, WIDTH, BLOCK)
 
 
 @triton.jit
@@ -158,16 +136,16 @@ def forward_kernel(
         head, low, high, start, used, end = _place(work, heads, offsets, chunks, rows, total, max_length, CHUNK)
         for first in tl.range(low, high, SPAN, num_stages=STAGES):
             until = tl.minimum(first + SPAN, high)
-            q_tile = _load(q, head, start, first, until, q_token, q_head, ROWS, DIM, BLOCK_D, ENGINE)
-            k_tile = _load(k, head, start, first, until, k_token, k_head, ROWS, DIM, BLOCK_D, ENGINE)
-            v_tile = _load(v, head, start, first, until, v_token, v_head, ROWS, V_DIM, BLOCK_V, ENGINE)
+            q_tile = load_tile(q, head, start, first, until, q_token, q_head, ROWS, DIM, BLOCK_D, ENGINE)
+            k_tile = load_tile(k, head, start, first, until, k_token, k_head, ROWS, DIM, BLOCK_D, ENGINE)
+            v_tile = load_tile(v, head, start, first, until, v_token, v_head, ROWS, V_DIM, BLOCK_V, ENGINE)
             cos, sin = _angles(rope, start, first, until, rope_token, ROPE, ROWS, DIM // 2, BLOCK_D // 2, FAST)
             q_tile = _ready(q_tile, gain_q, cos, sin, eps, NORM, ROPE, DIM, ROWS, BLOCK_D)
             k_tile = _ready(k_tile, gain_k, cos, sin, eps, NORM, ROPE, DIM, ROWS, BLOCK_D)
             v_tile = _ready(v_tile, gain_q, cos, sin, eps, False, ROPE_V, V_DIM, ROWS, BLOCK_V)
             p = _weights(q_tile, k_tile, (until - first).to(tl.int32), scale, BLOCK, ROWS, PRECISION)
             o = tl.dot(p.to(v_tile.dtype), v_tile, input_precision=PRECISION)
-            _store(out_desc if ENGINE else out, o, head, start, first, until, heads, ROWS, V_DIM, BLOCK_V, ENGINE)
+            store_tile(out_desc if ENGINE else out, o, head, start, first, until, heads, ROWS, V_DIM, BLOCK_V, ENGINE)
         zero_rows(out + head * V_DIM, used, end, heads * V_DIM, ROWS, V_DIM, BLOCK_V)
 
 
@@ -186,10 +164,10 @@ def backward_kernel(
         head, low, high, start, used, end = _place(work, heads, offsets, chunks, rows, total, max_length, CHUNK)
         for first in tl.range(low, high, SPAN, num_stages=STAGES):
             until = tl.minimum(first + SPAN, high)
-            q_tile = _load(q, head, start, first, until, q_token, q_head, ROWS, DIM, BLOCK_D, ENGINE)
-            k_tile = _load(k, head, start, first, until, k_token, k_head, ROWS, DIM, BLOCK_D, ENGINE)
-            v_tile = _load(v, head, start, first, until, v_token, v_head, ROWS, V_DIM, BLOCK_V, ENGINE)
-            do_tile = _load(dout, head, start, first, until, heads * V_DIM, V_DIM, ROWS, V_DIM, BLOCK_V, ENGINE)
+            q_tile = load_tile(q, head, start, first, until, q_token, q_head, ROWS, DIM, BLOCK_D, ENGINE)
+            k_tile = load_tile(k, head, start, first, until, k_token, k_head, ROWS, DIM, BLOCK_D, ENGINE)
+            v_tile = load_tile(v, head, start, first, until, v_token, v_head, ROWS, V_DIM, BLOCK_V, ENGINE)
+            do_tile = load_tile(dout, head, start, first, until, heads * V_DIM, V_DIM, ROWS, V_DIM, BLOCK_V, ENGINE)
             cos, sin = _angles(rope, start, first, until, rope_token, ROPE, ROWS, DIM // 2, BLOCK_D // 2, FAST)
             q_tile = _ready(q_tile, gain_q, cos, sin, eps, NORM, ROPE, DIM, ROWS, BLOCK_D)
             k_tile = _ready(k_tile, gain_k, cos, sin, eps, NORM, ROPE, DIM, ROWS, BLOCK_D)
@@ -199,11 +177,11 @@ def backward_kernel(
             ds = (p * (dp - tl.sum(p * dp, 1)[:, None]) * scale).to(q_tile.dtype)
             dv_tile = tl.dot(tl.trans(p.to(do_tile.dtype)), do_tile, input_precision=PRECISION)
             dv_tile = _turned_back(dv_tile, cos, sin, ROPE_V, ROWS, BLOCK_V)
-            _store(dv_desc if ENGINE else dv, dv_tile, head, start, first, until, heads, ROWS, V_DIM, BLOCK_V, ENGINE)
+            store_tile(dv_desc if ENGINE else dv, dv_tile, head, start, first, until, heads, ROWS, V_DIM, BLOCK_V, ENGINE)
             dq_tile = _turned_back(tl.dot(ds, k_tile, input_precision=PRECISION), cos, sin, ROPE, ROWS, BLOCK_D)
-            _store(dq_desc if ENGINE else dq, dq_tile, head, start, first, until, heads, ROWS, DIM, BLOCK_D, ENGINE)
+            store_tile(dq_desc if ENGINE else dq, dq_tile, head, start, first, until, heads, ROWS, DIM, BLOCK_D, ENGINE)
             dk_tile = _turned_back(tl.dot(tl.trans(ds), q_tile, input_precision=PRECISION), cos, sin, ROPE, ROWS, BLOCK_D)
-            _store(dk_desc if ENGINE else dk, dk_tile, head, start, first, until, heads, ROWS, DIM, BLOCK_D, ENGINE)
+            store_tile(dk_desc if ENGINE else dk, dk_tile, head, start, first, until, heads, ROWS, DIM, BLOCK_D, ENGINE)
         zero_rows(dq + head * DIM, used, end, heads * DIM, ROWS, DIM, BLOCK_D)
         zero_rows(dk + head * DIM, used, end, heads * DIM, ROWS, DIM, BLOCK_D)
         zero_rows(dv + head * V_DIM, used, end, heads * V_DIM, ROWS, V_DIM, BLOCK_V)

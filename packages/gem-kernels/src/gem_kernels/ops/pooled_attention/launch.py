@@ -12,6 +12,7 @@ from gem_core.ops.pooled_attention import flops
 from gem_kernels.ops import host
 from gem_kernels.ops.direct import differentiable, direct
 from gem_kernels.ops.limits import MAX_WIDTH
+from gem_kernels.ops.ragged import copied, ragged
 
 RUNS = 256
 """The gradient of shared seeds is added up in at most this many runs of rows, whatever the device, so that its rounding is the same everywhere."""
@@ -83,11 +84,11 @@ class _Inputs(NamedTuple):
         q, k, v = self.q, self.k, self.v
         block_m, block_n, warps, stages = self.blocks()
         host.launch(
-            kernel, q, tiles, q=q, k=k, v=v, offsets=self.offsets, rows=self.rows, seeds=q.shape[-3], total=k.shape[0], max_k=self.max_k,
+            kernel, q, tiles, offsets=self.offsets, rows=self.rows, seeds=q.shape[-3], total=k.shape[0], max_k=self.max_k,
             scale=self.scale, q_row=q.stride(0) if q.dim() == 4 else 0, q_seed=q.stride(-3), q_head=q.stride(-2), k_token=k.stride(0),
             k_head=k.stride(1), v_token=v.stride(0), v_head=v.stride(1), GROUP=q.shape[-2] // k.shape[1], DIM=q.shape[-1], V_DIM=v.shape[-1],
             BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=host.block_width(q.shape[-1]), BLOCK_V=host.block_width(v.shape[-1]),
-            PRECISION=host.precision(q), num_warps=warps, num_stages=stages if pipelined else 1, **arguments,
+            PRECISION=host.precision(q), num_warps=warps, num_stages=stages if pipelined else 1, **({"q": q, "k": k, "v": v} | arguments),
         )  # fmt: skip
 
 
@@ -126,13 +127,7 @@ def _grad(
     shared: dict[str, Any] = {"dout": dout, "lse": lse, "delta": delta}
     block_m, block_n, _, stages = call.blocks()
     if fused(call):
-        dq, splits, per_run = _query_sums(call, FUSED_RUNS, 1)
-        runs, heads = dq.shape[0], dq.shape[3]
-        call.run(
-            _kernels().grad_kernel, runs * splits * heads, pipelined=False, dq=dq, dk=dk, dv=dv, heads=heads, splits=splits, rows_per_run=per_run,
-            STAGES=stages, **shared,
-        )  # fmt: skip
-        return _added(call, dq), dk, dv
+        return _grad_at_once(call, dk, dv, stages, shared)
     tiles = call.rows * k.shape[1] * -(-max_k // block_n)
     # Few seeds make a short loop, which a pipeline only takes registers from.
     call.run(_kernels().key_grad_kernel, tiles, pipelined=False, dk=dk, dv=dv, kv_heads=k.shape[1], **shared)
@@ -142,6 +137,20 @@ def _grad(
 def fused(call: _Inputs) -> bool:
     """Whether one kernel makes all gradients: one tile holds all seeds, and each head has its own keys."""
     return call.q.shape[-3] <= call.blocks()[0] and call.q.shape[-2] == call.k.shape[1]
+
+
+def _grad_at_once(call: _Inputs, dk: Tensor, dv: Tensor, stages: int, shared: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of the seeds, of k and of v."""
+    dq, splits, per_run = _query_sums(call, FUSED_RUNS, 1)
+    runs, heads, block = dq.shape[0], dq.shape[3], call.blocks()[1]
+    engine = copied(call.k, call.v)
+    described = {"k": call.k, "v": call.v, "dk_desc": dk, "dv_desc": dv}
+    given = {name: ragged(x, block) for name, x in described.items()} if engine else {"dk_desc": None, "dv_desc": None}
+    call.run(
+        _kernels().grad_kernel, runs * splits * heads, pipelined=False, dq=dq, dk=dk, dv=dv, heads=heads, splits=splits, rows_per_run=per_run,
+        STAGES=stages, ENGINE=engine, **given, **shared,
+    )  # fmt: skip
+    return _added(call, dq), dk, dv
 
 
 def _query_sums(call: _Inputs, most: int, seed_tiles: int) -> tuple[Tensor, int, int]:

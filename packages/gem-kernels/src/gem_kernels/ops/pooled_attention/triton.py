@@ -13,7 +13,7 @@ Arguments shared by the kernels: seed ``s`` of row ``r`` lies at ``r * q_row + s
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
 from gem_kernels.common.language import tl, triton
-from gem_kernels.common.offsets import load_rows, row_span, store_rows, zero_rows
+from gem_kernels.common.offsets import load_rows, load_tile, row_span, store_rows, store_tile, zero_rows
 
 _VARYING = ["rows", "total", "max_k", "tiles", "splits", "rows_per_run"]
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -77,15 +77,15 @@ def forward_kernel(
 
 @triton.jit(do_not_specialize=_VARYING)
 def grad_kernel(
-    q, k, v, dout, lse, delta, dq, dk, dv, offsets, rows, seeds, heads, total, max_k, tiles, splits, rows_per_run, scale,
+    q, k, v, dout, lse, delta, dq, dk, dv, dk_desc, dv_desc, offsets, rows, seeds, heads, total, max_k, tiles, splits, rows_per_run, scale,
     q_row, q_seed, q_head, k_token, k_head, v_token, v_head,
     GROUP: tl.constexpr, DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_V: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_V: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, ENGINE: tl.constexpr,
 ):  # fmt: skip
     """All gradients, keys and values read once, where one tile holds all seeds and each head has its own keys (``GROUP`` is 1).
 
     A tile is one (run of rows, split, head); scores are kept transposed, ``[keys, seeds]``, and so is the sum for dq, ``[DIM, seeds]``: a product of
-    64 rows and more is one of warpgroups. ``dq [runs, splits, seeds, heads, DIM]``.
+    64 rows and more is one of warpgroups. ``dq [runs, splits, seeds, heads, DIM]``. ENGINE: k, v, dk_desc and dv_desc are ragged descriptors.
     """
     for tile in range(tl.program_id(0).to(tl.int64), tiles, tl.num_programs(0)):
         head = tile % heads
@@ -103,19 +103,17 @@ def grad_kernel(
             do_tile = load_rows(dout + place * V_DIM, 0, seeds, heads * V_DIM, BLOCK_M, V_DIM, BLOCK_V)
             sums = _numbers(lse + place, 0, seeds, heads, float("inf"), BLOCK_M)
             means = _numbers(delta + place, 0, seeds, heads, 0.0, BLOCK_M)
-            k_base = k + head * k_head + start * k_token
-            v_base = v + head * v_head + start * v_token
             for n in tl.range(low, high, BLOCK_N, num_stages=STAGES):
-                k_tile = load_rows(k_base, n, high, k_token, BLOCK_N, DIM, BLOCK_D)
-                v_tile = load_rows(v_base, n, high, v_token, BLOCK_N, V_DIM, BLOCK_V)
+                k_tile = load_tile(k, head, start, n, high, k_token, k_head, BLOCK_N, DIM, BLOCK_D, ENGINE)
+                v_tile = load_tile(v, head, start, n, high, v_token, v_head, BLOCK_N, V_DIM, BLOCK_V, ENGINE)
                 s = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION) * (scale * LOG2E)
                 dp = tl.dot(v_tile, tl.trans(do_tile), input_precision=PRECISION)
                 p = tl.exp2(s - sums[None, :])
                 ds = (p * (dp - means[None, :])).to(k_tile.dtype)
                 dv_tile = tl.dot(p.to(do_tile.dtype), do_tile, input_precision=PRECISION)
-                store_rows(dv_base + start * heads * V_DIM, dv_tile, n, high, heads * V_DIM, BLOCK_N, V_DIM, BLOCK_V)
+                store_tile(dv_desc if ENGINE else dv, dv_tile, head, start, n, high, heads, BLOCK_N, V_DIM, BLOCK_V, ENGINE)
                 dk_tile = tl.dot(ds, q_tile, input_precision=PRECISION) * scale
-                store_rows(dk_base + start * heads * DIM, dk_tile, n, high, heads * DIM, BLOCK_N, DIM, BLOCK_D)
+                store_tile(dk_desc if ENGINE else dk, dk_tile, head, start, n, high, heads, BLOCK_N, DIM, BLOCK_D, ENGINE)
                 acc = tl.dot(tl.trans(k_tile), ds, acc, input_precision=PRECISION)
             if split == splits - 1:
                 end = start + length
