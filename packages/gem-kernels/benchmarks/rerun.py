@@ -33,7 +33,18 @@ SHARE = 0.6
 """Part of the time that tests and memory checks get; what is left is for timings."""
 NO_SANITIZER = "compute-sanitizer is not on PATH"
 MOVERS = ("jagged_concat", "jagged_split", "jagged_pad", "jagged_unpad", "jagged_dense_bmm_add")
-PORTABLE = ("BlockAttention", "HstuAttention", "HstuAttentionGluon", "PooledAttention", "NormLinear", "AddNorm", "GatedResidual", "Pffn", "Jagged")
+PORTABLE = (
+    "BlockAttention",
+    "HstuAttention",
+    "HstuAttentionGluon",
+    "PooledAttention",
+    "PooledAttentionGluon",
+    "NormLinear",
+    "AddNorm",
+    "GatedResidual",
+    "Pffn",
+    "Jagged",
+)
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,15 @@ from torch.library import opcheck
 from torch.utils.flop_counter import FlopCounterMode
 
 from gem_core import ops as public
+from gem_core.ops.jagged_attention import reference as attend
+from gem_core.ops.pooled_attention import reference as pool
 from gem_core.spec import KernelRequest, KernelUnavailable, MachineError, load_object
 from gem_core.testing import assert_close, poisoned_memory
 
 pytest.importorskip("triton")
 
 from gem_kernels.ops import host, limits
+from gem_kernels.ops.pooled_attention import hopper
 from gem_kernels.plugin import gem_kernel_impls
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="these run under the interpreter; tests/gpu has the CUDA ones")
@@ -272,3 +275,15 @@ def test_flops_without_data_are_bounded_by_the_longest_row(op):
     with FlopCounterMode(display=False) as full:
         longest.call(kernel_of(op))
     assert counter.get_total_flops() == full.get_total_flops()
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_pooling_on_hopper_is_jagged_attention_of_the_seeds(shared, monkeypatch):
+    """The kernel itself needs a GPU: the reference of ``jagged_attention`` stands in its place, and offsets, lengths and shapes are what is seen."""
+    monkeypatch.setattr(hopper, "attend", attend)
+    generator = torch.Generator().manual_seed(0)
+    offsets = torch.tensor([0, 3, 3, 8])
+    seeds = torch.randn(*(() if shared else (3,)), 5, 2, 8, dtype=torch.float64, generator=generator)
+    k, v = (torch.randn(8, 2, 8, dtype=torch.float64, generator=generator) for _ in range(2))
+    wanted = pool(seeds, k, v, offsets, max_k=5, scale=0.3)
+    assert torch.equal(hopper.gluon(seeds, k, v, offsets, max_k=5, scale=0.3), wanted)

@@ -136,6 +136,10 @@ def gem_kernel_impls() -> Sequence[KernelImpl]:
         replace(_portable("block_attention", ("rope", "rope_v", "qk_norm"), "check_block_attention"), contract=2, configuration=_TUNING),
         replace(_gluon("hstu_attention", "gem_kernels.ops.hstu_attention.launch:gluon", ("causal", "noncausal", "window")), dtypes=("bf16",)),
         _portable("hstu_attention", ("causal", "noncausal", "window", "contextual", "targets", "bias"), "check_attention"),
+        replace(
+            _gluon("pooled_attention", "gem_kernels.ops.pooled_attention.hopper:gluon", ("per_row_seeds", "gqa")),
+            check="gem_kernels.ops.limits:check_unmeasured",
+        ),
         _portable("pooled_attention", ("per_row_seeds", "gqa"), "check_attention"),
         _portable("norm_linear", ("rms", "layer", "before", "after", "affine", "residual")),
         _portable("add_norm", ("rms", "layer", "affine", "residual", "gate"), "check_unmeasured"),

@@ -22,6 +22,7 @@ if torch.cuda.is_available():
     TestJaggedDenseBmmAdd = conformance_suite("jagged_dense_bmm_add", backend="triton", device="cuda")
     if torch.cuda.get_device_capability() == (9, 0):
         TestHstuAttentionGluon = conformance_suite("hstu_attention", backend="gluon", device="cuda")
+        TestPooledAttentionGluon = conformance_suite("pooled_attention", backend="gluon", device="cuda")
 else:
 
     def test_cuda():

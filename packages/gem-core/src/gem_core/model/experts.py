@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from gem_core.model.layers import AddNorm, Mlp, TokenMix, pair_width, together, total
+from gem_core.model.layers import AddNorm, Mlp, TokenMix, mix_tokens, pair_width, together, total
 from gem_core.model.options import CrossOptions, DeepOptions, LinearOptions, WukongOptions
 from gem_core.ops.products import linear_flops, own_flops
 from gem_core.ops.slot import KernelSlot
@@ -53,7 +53,7 @@ class WukongExpert(Expert):
             nn.init.normal_(self.compress, std=self.tokens_in**-0.5)
 
     def forward(self, x: Tensor) -> Tensor:
-        other = x if self.compress is None else torch.matmul(self.compress.t(), x)
+        other = x if self.compress is None else mix_tokens(self.compress.t(), x)
         pairs = torch.matmul(x, other.transpose(1, 2).to(x.dtype))
         machine: Tensor = self.mlp(self.norm(pairs.flatten(1))).view(-1, self.machine_tokens, self.dim)
         return machine if self.linear is None else torch.cat([machine, self.linear(x)], dim=1)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from gem_core.batch import Batch, Jagged
 from gem_core.model.jagged import mean_rows, weighted_mean_rows
-from gem_core.model.layers import LearnedToken, Mlp, pair_width, total
+from gem_core.model.layers import AddNorm, LearnedToken, Mlp, pair_width, total
 from gem_core.model.options import FeatureOptions
 from gem_core.model.tables import poolings
 from gem_core.ops.products import linear_flops, own_flops
@@ -102,7 +102,7 @@ class FeatureTokens(nn.Module):
         names = [*self.ids, *(self.numbers if self.each is not None else ()), *grouped, *(feature.name for feature in self.vectors)]
         self.names = tuple(names or ["constant"])
         self.constant = None if names else LearnedToken(dim)
-        self.norm = nn.LayerNorm(dim) if options.norm else None
+        self.norm = AddNorm(dim) if options.norm else None
         self.dropout = nn.Dropout(options.dropout)
 
     @property

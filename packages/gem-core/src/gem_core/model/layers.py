@@ -31,6 +31,15 @@ def pick(x: Tensor, tokens: Sequence[int]) -> Tensor:
     return torch.stack([x[:, token] for token in tokens], dim=1) if tokens else x[:, :0]
 
 
+def mix_tokens(weight: Tensor, x: Tensor) -> Tensor:
+    """``weight x`` of each row: ``[tokens_out, tokens_in], [rows, tokens_in, dim] -> [rows, tokens_out, dim]``.
+
+    One small product a row: ``matmul`` would make one large product of copies in which the tokens of all rows stand side by side.
+    """
+    weight, x = together(weight, x)
+    return torch.bmm(weight.expand(x.shape[0], -1, -1), x)
+
+
 def pair_width(dim: int, out: int) -> int:
     """Model FLOPs of one row through a ``dim`` x ``out`` matrix."""
     return 2 * dim * out
@@ -48,7 +57,7 @@ class TokenMix(nn.Module):
         nn.init.normal_(self.weight, std=self.weight.shape[1] ** -0.5)
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.matmul(self.weight, x)
+        return mix_tokens(self.weight, x)
 
     def flops(self, rows: int, dim: int) -> int:
         return own_flops(self, rows * dim * pair_width(*self.weight.shape))

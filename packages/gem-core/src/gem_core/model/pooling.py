@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from gem_core.model.layers import NormLinear, pair_width, together
+from gem_core.model.layers import AddNorm, NormLinear, mix_tokens, pair_width, together
 from gem_core.model.options import SequenceOptions
 from gem_core.model.sequence import Events, Lengths
 from gem_core.ops.pooled_attention import flops as pooled_attention_flops
@@ -30,7 +30,7 @@ class SumKronLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         rank, tokens, _ = self.tokens.shape
-        mixed = torch.matmul(self.tokens.flatten(0, 1), x).view(-1, rank, tokens, x.shape[-1])
+        mixed = mix_tokens(self.tokens.flatten(0, 1), x).view(-1, rank, tokens, x.shape[-1])
         return torch.einsum("brtd,rdo->bto", mixed, self.channels)
 
     def flops(self, rows: int) -> int:
@@ -61,7 +61,7 @@ class SeedPooling(nn.Module):
             self.seeds = nn.Parameter(torch.empty(options.seeds, self.heads, self.head_dim))
             plain = options.pooled_tokens is None
             self.fold = nn.Linear(options.dim, dim) if plain else SumKronLinear(options.seeds, folded, options.dim, dim, options.kron_rank)
-            self.norm = nn.LayerNorm(dim)
+            self.norm = AddNorm(dim)
         if queries:
             self.query = NormLinear(dim, options.dim, norm=options.norm)
             self.found = NormLinear(options.dim, dim, where="after", residual=True, norm=options.norm)
@@ -82,9 +82,10 @@ class SeedPooling(nn.Module):
         q, k, v = together(asked, key, value)  # type: ignore[arg-type]
         found = self.slot(q, k, v, events.offsets, max_k=events.max_length).flatten(2)
         # no calls of layers inside those of `append`: where a layer cuts a compiled block, the bound method would be compiled for at each call
-        parts = [] if self.fold is None else [self.norm(self.fold(found[:, : self.seed_count]))]
+        seeds, mine = found.split([self.seed_count, self.queries], dim=1)
+        parts = [] if self.fold is None else [self.norm(self.fold(seeds))]
         if self.queries:
-            parts += [self.found(found[:, self.seed_count :], queries)]
+            parts += [self.found(mine, queries)]
         return torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
 
     def flops(self, lengths: Lengths) -> int:

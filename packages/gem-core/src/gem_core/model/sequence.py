@@ -149,8 +149,9 @@ class EventTokens(nn.Module):
 
     def _when(self, place: Tensor, age: Tensor | None) -> Tensor:
         """``place + age [events, dim]``: one look-up in the few sums that there are, in the dtype that the next kernel reads."""
-        table, bucket = self.place.weight, self.place.bucket(place)
-        if self.age is not None:
+        bucket = self.place.bucket(place)
+        table: Tensor = self.place.weight
+        if self.age is not None and age is not None:
             table = (table[:, None] + self.age.weight).flatten(0, 1)
             bucket = bucket * self.age.weight.shape[0] + self.age.bucket(age)
         return nn.functional.embedding(bucket, table.to(compute_dtype(table)))
