@@ -132,9 +132,9 @@ def tiers(device: torch.device) -> list[Tier]:
 
 
 def ways(backend: str, tier: Tier) -> list[Way]:
-    """The collectives of a backend. Copy engines cannot add, so they only gather."""
-    gather = carrier_of(backend, tier.group, tier.here)
-    found = [Way(what="all_gather", backend=backend, tier=tier, call=lambda whole, part: gather(whole, part))]
+    """The collectives of a backend. Copy engines cannot add, so they only gather. A rank's part is in its place already, as in ``fully_shard``."""
+    gather, rank = carrier_of(backend, tier.group, tier.here), dist.get_rank(tier.group)
+    found = [Way(what="all_gather", backend=backend, tier=tier, call=lambda whole, part: gather(whole, whole.chunk(tier.here.ranks)[rank]))]
     if backend != "copy_engine":
         group = few_blocks(tier.group, LOW_CTAS) if backend == "low_cta" else tier.group
         found.append(Way(what="reduce_scatter", backend=backend, tier=tier, call=lambda whole, part: scatter_into(part, whole, group=group)))
