@@ -176,7 +176,7 @@ def _gl(program: int, programs: int) -> SimpleNamespace:
         arange=lambda a, b, layout: torch.arange(a, b), zeros=lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype), exp2=torch.exp2,
         where=lambda c, a, b: torch.where(torch.as_tensor(c), torch.as_tensor(a), torch.as_tensor(b)), minimum=_scalar(torch.minimum),
         maximum=_scalar(torch.maximum), convert_layout=lambda x, layout, assert_trivial=False: x, load=lambda p: p.load(), static_range=range,
-        program_id=lambda axis: program, num_programs=lambda axis: programs, thread_barrier=lambda: None,
+        program_id=lambda axis: program, num_programs=lambda axis: programs,
     )  # fmt: skip
 
 
@@ -196,8 +196,9 @@ def emulate(kernel: Any, modules: list[Any], programs: int, **arguments: Any) ->
     """Run ``kernel`` for ``programs`` programs, one after the other. ``modules`` hold what it calls, itself included."""
     for program in range(programs):
         names: dict[str, Any] = {
-            "gl": _gl(program, programs), "barriers": _barriers, "fence_async_shared": lambda: None, "tma_add": _add, "warpgroup_mma": _product,
-            "warpgroup_mma_init": lambda x: x, "warpgroup_mma_wait": _wait, "fast_tanh": torch.tanh, "accumulator": lambda n: None,
+            "gl": _gl(program, programs), "barriers": _barriers, "accumulator": lambda n: None, "fast_tanh": torch.tanh, "tma_add": _add,
+            "fence_async_shared": lambda: None, "thread_barrier": lambda: None, "warpgroup_mma": _product, "warpgroup_mma_init": lambda x: x,
+            "warpgroup_mma_wait": _wait,
             "mbarrier": SimpleNamespace(wait=lambda b, phase, pred=True: b.wait(phase), arrive=_arrive, expect=lambda b, n: b.step(1, n)),
             "async_copy": SimpleNamespace(async_copy_global_to_shared=_copy_some, mbarrier_arrive=lambda b: None),
             "tma": SimpleNamespace(async_copy_global_to_shared=_copy_in, async_copy_shared_to_global=_copy_out, store_wait=lambda n: None),

@@ -27,6 +27,7 @@ __all__ = [
     "gl",
     "gluon",
     "mbarrier",
+    "thread_barrier",
     "tma",
     "tma_add",
     "triton",
@@ -34,6 +35,9 @@ __all__ = [
     "warpgroup_mma_init",
     "warpgroup_mma_wait",
 ]
+
+thread_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
+"""The warps of a warpgroup wait for each other; Triton 3.7 calls it ``barrier``."""
 
 
 @builtin  # type: ignore[untyped-decorator]

@@ -19,6 +19,7 @@ from gem_kernels.common.hopper.gluon import (
     gl,
     gluon,
     mbarrier,
+    thread_barrier,
     tma,
     tma_add,
     warpgroup_mma,
@@ -110,7 +111,7 @@ def _hand_over(slopes, ds, full, free, phase):
     mbarrier.wait(free, phase ^ 1)
     slopes.store(ds)
     fence_async_shared()
-    gl.thread_barrier()
+    thread_barrier()
     mbarrier.arrive(full, count=1)
 
 
