@@ -249,6 +249,40 @@ def test_ids_are_packed_as_columns_are(how: dict[str, Any]) -> None:
     assert torch.equal(columns.offsets, batch.ids.offsets)
 
 
+def tensors_of(batch: Batch) -> list[torch.Tensor]:
+    spans = [span.offsets for span in batch.event_offsets.values()]
+    assert batch.time is not None
+    return [batch.ids.values, batch.ids.offsets, batch.time, *spans, *batch.event_time.values(), *batch.dense.values(), *batch.labels.values()]
+
+
+def test_beside_a_gpu_events_are_made_in_page_locked_memory_and_the_rest_goes_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU there is no such memory: what is held here is which tensors are asked for there."""
+    plain = read(source(rows=50))[0]
+    made: list[int] = []
+    moved: list[torch.Tensor] = []
+    empty = torch.empty
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.empty", lambda *size, pin_memory=False, **how: (pin_memory and made.append(size[0]), empty(*size, **how))[1])
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: (moved.append(tensor), tensor)[1])
+    batch = read(source(rows=50))[0]
+    assert all(torch.equal(one, other) for one, other in zip(tensors_of(batch), tensors_of(plain), strict=True))
+    assert made == [batch.ids.values.numel(), *(times.numel() for times in batch.event_time.values())]
+    assert {id(tensor) for tensor in tensors_of(batch)} <= {id(tensor) for tensor in moved}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_batches_are_pinned_and_reach_the_device_unchanged() -> None:
+    """Copies are under way while later batches are made: none is overwritten before it has arrived."""
+    batches = list(source(workers=2).batches("train", batch_size=50, seed=1))
+    moved = [batch.to("cuda", non_blocking=True) for batch in source(workers=2).batches("train", batch_size=50, seed=1)]
+    torch.cuda.synchronize()
+    for batch, copy in zip(batches, moved, strict=True):
+        for here, there in zip(tensors_of(batch), tensors_of(copy), strict=True):
+            assert here.is_pinned()
+            assert torch.equal(here, there.cpu())
+
+
 def test_rows_without_any_event_make_a_batch() -> None:
     (batch,) = read(source(rows=3, sequences=({"name": "views", "lengths": "lognormal", "mean": 1e-9, "longest": 5},)))
     assert events_of(batch) == 0

@@ -56,6 +56,7 @@ class Workload:
 
     def __init__(self, options: WorkloadOptions) -> None:
         self.options, self._draw = options, Draws(options.seed)
+        self._pin = torch.cuda.is_available()
         self._effect = 0.5 * self._draw.normal("effect", np.arange(options.categories))
 
     def schema(self) -> DataSchema:
@@ -170,16 +171,16 @@ class Workload:
         one_each = np.ones(count, np.int64)
         lengths = {"item": one_each, "category": one_each, "user": one_each}
         lengths |= {f"{name}.{id}": each for name, each in rows.lengths.items() for id in ("item", "category")}
-        ids, column = _packed({key: lengths[key] for key in self.schema().all_id_features()}, count)
+        ids, column = _packed({key: lengths[key] for key in self.schema().all_id_features()}, count, pin=self._pin)
         for name, values in (("item", rows.item), ("category", rows.category), ("user", rows.user)):
             np.add(values, 1, out=column[name])
         times, spans = {}, {}
         for name, each in rows.lengths.items():
             offsets = np.concatenate([[0], np.cumsum(each)])
             time = self._events(name, rows, number, offsets, column[f"{name}.item"], column[f"{name}.category"])
-            times[name], spans[name] = torch.from_numpy(time), Jagged(torch.empty(0), torch.from_numpy(offsets), int(each.max(initial=0)))
+            times[name], spans[name] = time, Jagged(torch.empty(0), torch.from_numpy(offsets), int(each.max(initial=0)))
         clicked = self._draw.uniform("click", number) < rows.click
-        return Batch(
+        batch = Batch(
             rows=count,
             ids=ids,
             labels={"ctr": torch.from_numpy(clicked.astype(np.float32))},
@@ -192,10 +193,11 @@ class Workload:
             time=torch.from_numpy(rows.time),
             global_rows=global_rows,
         )
+        return batch.pin_memory() if self._pin else batch
 
-    def _events(self, name: str, rows: Rows, number: Ints, offsets: Ints, item: Ints, category: Ints) -> Ints:
+    def _events(self, name: str, rows: Rows, number: Ints, offsets: Ints, item: Ints, category: Ints) -> torch.Tensor:
         """Fill ``item`` and ``category`` ``[events]`` of a sequence, oldest event first; returns its times. One word of random bits an event."""
-        time, interest = np.empty(offsets[-1], np.int64), np.uint64(int(self.options.interest * 2**16))
+        interest, times = np.uint64(int(self.options.interest * 2**16)), _empty(offsets[-1], pin=self._pin)
         first = self._draw.words(f"events {name}", number)
         pace = 60 + floor(unit(self._draw.words(f"pace {name}", number)) * 3540)
         for some, part in _pieces(offsets):
@@ -208,18 +210,23 @@ class Workload:
             uniform = (words >> np.uint64(64 - _BITS)).view(np.int64).astype(np.float32) * np.float32(2.0**-_BITS)
             np.add(self._item(uniform, drawn), 1, out=item[part])
             np.add(drawn, 1, out=category[part])
-            np.subtract(each(rows.time[some]), later * each(pace[some]), out=time[part])
-        return time
+            np.subtract(each(rows.time[some]), later * each(pace[some]), out=times.numpy()[part])
+        return times
 
 
-def _packed(lengths: dict[str, Ints], rows: int) -> tuple[KeyedJagged, dict[str, Ints]]:
+def _empty(size: int, *, pin: bool) -> torch.Tensor:
+    """``[size]`` int64, in page-locked memory where a GPU may ask for it: what is made there need not be copied there."""
+    return torch.empty(int(size), dtype=torch.int64, pin_memory=pin)
+
+
+def _packed(lengths: dict[str, Ints], rows: int, *, pin: bool) -> tuple[KeyedJagged, dict[str, Ints]]:
     """Columns of ids with so many in each row, to be filled, and a view of each: packed as they are made, they need not be copied together."""
     offsets = np.concatenate([[0], *lengths.values()]).cumsum()
-    values = np.empty(offsets[-1], np.int64)
+    values = _empty(offsets[-1], pin=pin)
     starts = offsets[::rows].tolist() if rows else [0] * (len(lengths) + 1)
     longest = tuple(int(each.max(initial=0)) for each in lengths.values())
-    ids = KeyedJagged(tuple(lengths), torch.from_numpy(values), torch.from_numpy(offsets), rows, tuple(starts), longest, sound=True)
-    return ids, {key: values[start:stop] for key, (start, stop) in zip(lengths, pairwise(starts), strict=True)}
+    ids = KeyedJagged(tuple(lengths), values, torch.from_numpy(offsets), rows, tuple(starts), longest, sound=True)
+    return ids, {key: values.numpy()[start:stop] for key, (start, stop) in zip(lengths, pairwise(starts), strict=True)}
 
 
 def _pieces(offsets: Ints) -> Iterator[tuple[slice, slice]]:
