@@ -93,6 +93,13 @@ def test_a_fused_kernel_makes_its_rung(tmp_path: Path) -> None:
     assert run.kernels["norm_linear"] == "bucketed"
 
 
+def test_a_rung_that_is_left_out_says_so_and_changes_nothing_above(tmp_path: Path) -> None:
+    placed = {p.rung.name: p for p in climb("toy", toy(tmp_path), without=rungs_named(["overlapped"]))}
+    assert placed["overlapped"].reasons == ("it is left out, as asked for",)
+    assert not placed["fp8"].loaded.config.train.ahead
+    assert {p.rung.name: p for p in climb("toy", toy(tmp_path))}["fp8"].loaded.config.train.ahead
+
+
 def test_a_baseline_that_does_not_fit_is_no_rung(alone: None, tmp_path: Path) -> None:
     """HSTU's relative bias is a feature that the baselines do not have: nothing takes their place."""
     (padded,) = climb("toy", toy(tmp_path, "model.name=hstu"), rungs_named(["padded"]))

@@ -130,13 +130,14 @@ def rungs_named(names: Sequence[str]) -> tuple[Rung, ...]:
     return tuple(rung for rung in RUNGS if not names or rung.name in names)
 
 
-def climb(config: str, overrides: Sequence[str], rungs: Sequence[Rung] = RUNGS) -> Iterator[Placed]:
+def climb(config: str, overrides: Sequence[str], rungs: Sequence[Rung] = RUNGS, without: Sequence[Rung] = ()) -> Iterator[Placed]:
     """Each of ``rungs`` with the changes of all rungs below it.
 
     Args:
         config: a TOML file or the name of a recipe.
         overrides: ``--set`` words, below those of the rungs.
         rungs: the ones wanted; the others below them are applied, and not given.
+        without: rungs that are not applied; where they are wanted they are given with that as the reason why they cannot be.
 
     Raises:
         RequestError: the configuration without any rung is wrong, or names kernels itself.
@@ -150,7 +151,8 @@ def climb(config: str, overrides: Sequence[str], rungs: Sequence[Rung] = RUNGS) 
     known = source_options(check.config.data.source)
     for rung in RUNGS:
         here = [*rung.changes, *(f"data.options.{option}" for option in rung.options if option.partition("=")[0] in known)]
-        placed = _place(rung, load_config(config, [*overrides, *held, *here]))
+        loaded = load_config(config, [*overrides, *held, *here])
+        placed = Placed(rung=rung, loaded=loaded, reasons=("it is left out, as asked for",)) if rung in without else _place(rung, loaded)
         held += [] if placed.reasons else here
         if rung in rungs:
             yield placed

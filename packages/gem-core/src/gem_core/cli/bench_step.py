@@ -27,6 +27,7 @@ def step(
     config: Config,
     overrides: Overrides = None,
     rung: Annotated[list[str] | None, typer.Option(help="Measure only this rung, with all below it applied; may be repeated.")] = None,
+    without: Annotated[list[str] | None, typer.Option(help="Leave the change of this rung out, here and in all above it; may be repeated.")] = None,
     steps: Annotated[int, typer.Option(min=1, help="Measured steps of a rung.")] = 50,
     warmup: Annotated[int, typer.Option(min=1, help="Steps of a rung before those, and more until nothing is compiled any more.")] = 10,
     csv_file: Annotated[Path | None, typer.Option("--csv", help="Append a row for each rung to this file.")] = None,
@@ -37,14 +38,14 @@ def step(
     from gem_core.bench.ladder import climb, rungs_named
     from gem_core.bench.results import append_rows, check_columns, draw
 
-    wanted = rungs_named(rung or [])
+    wanted, left_out = rungs_named(rung or []), rungs_named(without) if without else ()
     if csv_file is not None:
         check_columns(csv_file)
     if not json:
         print(*(f"{name:<{width}}" for name, width in _SHOWN.items()), flush=True)
     rows, failed = [], False
     with tempfile.TemporaryDirectory() as folder:
-        for placed in climb(config, [*(overrides or []), *measuring_in(folder)], wanted):
+        for placed in climb(config, [*(overrides or []), *measuring_in(folder)], wanted, left_out):
             row, broken = _row(placed, steps=steps, warmup=warmup)
             failed |= broken
             rows.append(row)
