@@ -18,6 +18,7 @@ from gem_core.train.compose import Run, describe_again
 from gem_core.train.efficiency import TRAIN_OVER_FORWARD
 from gem_core.train.evaluate import Evaluation, evaluate
 from gem_core.train.feed import Feed, Work
+from gem_core.train.garbage import spared
 from gem_core.train.ids.saving import describe, ids_pieces
 from gem_core.train.ledger.clock import LOG, PAUSED
 from gem_core.train.ledger.keeper import in_words
@@ -124,6 +125,8 @@ def take_step(run: Run, feed: Feed, work: Work) -> StepResult:
     if not run.first_step_seconds:
         run.first_step_seconds = time.perf_counter() - run.begun
         run.log.event("first_step", number, seconds=run.first_step_seconds, compile=run.compiled.told())
+        if run.world.device.type == "cuda":
+            run.enter(spared())
     return result
 
 
