@@ -19,25 +19,28 @@ Norm = Literal["rms", "layer"]
 CHUNK = 16
 """Rows of whole width that a program of the backward kernel holds at once; of at most ``WIDEST`` columns."""
 WIDEST = 4096
-CACHED = 12 << 20
-"""Bytes of rows between their statistics and their second reading: a quarter of the cache of an H200, which has to hold what is written as well."""
+AHEAD = 24
+"""Strips of 128 rows by which statistics run ahead: long enough to have ended when the tiles begin, and short enough for the cache."""
 STAGES = 3
 """Tiles on their way while the statistics of one are computed."""
+PART, PARTS, WIDE = tl.constexpr(32), tl.constexpr(4), tl.constexpr(512)
+"""Rows of a program of statistics, such programs of a strip, and columns that one reads at once."""
 
 
 @triton.jit
-def _statistics(x, row, stride, rows, columns, eps, LAYER: tl.constexpr, STAGES: tl.constexpr):
-    """Mean (zeros for RMS) and 1 / deviation of 128 rows; the means and squares of blocks of columns are merged, so nothing cancels."""
-    r = row + tl.arange(0, BLOCK)
-    mean, squares = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
-    for first in tl.range(0, columns, BLOCK, num_stages=STAGES):
-        places = x + r[:, None] * stride + (first + tl.arange(0, BLOCK))[None, :]
-        tile = tl.load(places, mask=(r < rows)[:, None], other=0.0).to(tl.float32)
+def _statistics(x, r, stride, rows, columns, eps, LAYER: tl.constexpr, STAGES: tl.constexpr):
+    """Mean (zeros for RMS) and 1 / deviation of ``PART`` rows; the means and squares of blocks of columns are merged, so nothing cancels."""
+    mean, squares = tl.zeros([PART], tl.float32), tl.zeros([PART], tl.float32)
+    for first in tl.range(0, columns, WIDE, num_stages=STAGES):
+        c = first + tl.arange(0, WIDE)
+        inside = (c < columns)[None, :]
+        tile = tl.load(x + r[:, None] * stride + c[None, :], mask=(r < rows)[:, None] & inside, other=0.0).to(tl.float32)
         if LAYER:
-            here = tl.sum(tile, 1) * (1.0 / BLOCK)
-            centred = tile - here[:, None]
+            count = tl.minimum(columns - first, WIDE)
+            here = tl.sum(tile, 1) / count
+            centred = tl.where(inside, tile - here[:, None], 0.0)
             change = here - mean
-            share = BLOCK / (first + BLOCK)
+            share = count / (first + count)
             mean += change * share
             squares += tl.sum(centred * centred, 1) + change * change * (first * share)
         else:
@@ -79,36 +82,35 @@ def norm_kernel(
     LAYER: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """In turns of one program for the statistics of a strip of 128 rows, and one for each tile of a strip whose statistics were ``ahead`` turns
-    before: a strip is read for the second time while the cache still has it.
+    """In turns of programs for the statistics of a strip of 128 rows, and one for each tile of a strip whose statistics were ``ahead`` turns before:
+    a strip is read for the second time while the cache still has it.
 
-    A tile waits for a program of a lower number, which itself waits for nothing; a GPU starts programs in the order of their numbers.
+    A tile waits for programs of lower numbers, which themselves wait for nothing; a GPU starts programs in the order of their numbers.
 
     Args:
         means, inverses: ``[rows]``, the statistics.
-        ready: int32 zeros ``[padded / 128]``, ones where a strip has its statistics.
+        ready: int32 zeros ``[padded / 128]``: programs of each strip that have stored their statistics.
     """
     across = columns // BLOCK
-    turn, place = tl.program_id(0) // (across + 1), tl.program_id(0) % (across + 1)
+    turn, place = tl.program_id(0) // (across + PARTS), tl.program_id(0) % (across + PARTS)
     row_tile = turn - ahead
-    if place == 0:
+    if place < PARTS:
         if turn < padded // BLOCK:
-            row = turn.to(tl.int64) * BLOCK
-            r = row + tl.arange(0, BLOCK)
-            mean, inverse = _statistics(x, row, stride, rows, columns, eps, LAYER, STAGES)
+            r = turn.to(tl.int64) * BLOCK + place * PART + tl.arange(0, PART)
+            mean, inverse = _statistics(x, r, stride, rows, columns, eps, LAYER, STAGES)
             tl.store(means + r, mean, mask=r < rows)
             tl.store(inverses + r, inverse, mask=r < rows)
             tl.debug_barrier()  # all threads have stored theirs
-            tl.atomic_xchg(ready + turn, 1, sem="release")
+            tl.atomic_add(ready + turn, 1, sem="release")
     elif row_tile >= 0:
         row = row_tile.to(tl.int64) * BLOCK
-        column_tile = place - 1
+        column_tile = place - PARTS
         column = column_tile * BLOCK
         q0 = load_quarter(x, row, column, stride, rows)
         q1 = load_quarter(x, row + 1, column, stride, rows)
         q2 = load_quarter(x, row + 2, column, stride, rows)
         q3 = load_quarter(x, row + 3, column, stride, rows)
-        while tl.atomic_add(ready + row_tile, 0, sem="acquire") == 0:
+        while tl.atomic_add(ready + row_tile, 0, sem="acquire") < PARTS:
             pass
         q0 = _normed(q0, means, inverses, gamma, beta, row, column, rows, LAYER)
         q1 = _normed(q1, means, inverses, gamma, beta, row + 1, column, rows, LAYER)
@@ -168,10 +170,12 @@ def norm_both(x: Tensor, gamma: Tensor, beta: Tensor | None = None, *, eps: floa
     means, inverses = torch.empty(2, rows, device=x.device)
     if x.numel():
         padded, shift = both.along.elements.shape[0], gamma if beta is None else beta
-        strips, ahead = padded // SIDE, max(1, CACHED // (SIDE * columns * x.element_size()))
+        strips = padded // SIDE
         written = (*both.words(), means, inverses, torch.zeros(strips, dtype=torch.int32, device=x.device))
         how = {"LAYER": beta is not None, "STAGES": STAGES, **LAUNCH}
-        norm_kernel[((strips + ahead) * (columns // SIDE + 1),)](x, gamma, shift, x.stride(0), rows, columns, padded, eps, *written, ahead, **how)
+        norm_kernel[((strips + AHEAD) * (columns // SIDE + int(PARTS)),)](
+            x, gamma, shift, x.stride(0), rows, columns, padded, eps, *written, AHEAD, **how
+        )
     return both, means, inverses
 
 

@@ -8,6 +8,7 @@ splits along the contraction so that every multiprocessor works; elsewhere it is
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
+from functools import cache
 from typing import Literal
 
 import torch
@@ -97,11 +98,14 @@ def product(left: Operand, right: Operand, dtype: torch.dtype = torch.bfloat16, 
     reasons = library_reasons(m, n, k, right.square) if way == "library" else [f"{n} is no multiple of 256"] if way == "wide" and n % 256 else []
     if reasons:
         raise RequestError(f"{asked} by way {way!r}", "; ".join(reasons), 'Leave the way out, or give way="own".')
-    way = way or choose(m, n, k, right.square)
+    way, device = way or choose(m, n, k, right.square), left.elements.device
+    bias = None if bias is None else bias.to(dtype)  # a sum of two dtypes is several times as slow
     if 0 in (m, n, k):
-        out = torch.zeros(m, n, dtype=dtype, device=left.elements.device)
+        out = torch.zeros(m, n, dtype=dtype, device=device)
     elif way == "library":
-        out = torch._scaled_mm(left.elements, right.elements.t(), left.scales, right.scales.t(), out_dtype=dtype)
+        added = bias if dtype == torch.bfloat16 and right.square and bias is not None and library_adds_bias(device) else None
+        out = torch._scaled_mm(left.elements, right.elements.t(), left.scales, right.scales.t(), bias=added, out_dtype=dtype)
+        bias = None if added is not None else bias
     else:
         out = _own(left, right, dtype, wide=way == "wide")
     return out if bias is None else out.add_(bias)
@@ -118,6 +122,18 @@ def library_reasons(m: int, n: int, k: int, square: bool) -> list[str]:
     if square and k % (4 * SIDE):
         return [f"{k} elements along the contraction are no multiple of {4 * SIDE}"]
     return []
+
+
+@cache
+def library_adds_bias(device: torch.device) -> bool:
+    """Whether ``torch._scaled_mm`` adds a bias to products with scales of blocks; where it does not, adding it costs a pass."""
+    zeros, bias = torch.zeros(SIDE, 4 * SIDE, device=device).to(torch.float8_e4m3fn), torch.arange(SIDE, device=device).bfloat16()
+    by_row, by_square = torch.ones(4, SIDE, device=device).t(), torch.ones(1, 4, device=device)
+    try:
+        out = torch._scaled_mm(zeros, zeros.t(), by_row, by_square.t(), bias=bias, out_dtype=torch.bfloat16)
+    except RuntimeError:
+        return False
+    return bool((out == bias).all())
 
 
 def choose(m: int, n: int, k: int, square: bool) -> Way:
