@@ -73,6 +73,34 @@ def test_a_bias_is_added_to_every_row_and_keeps_the_result_as_it_is(block_number
     assert torch.equal(product(none, none, torch.float32, bias=bias), bias.expand(128, 128))
 
 
+def test_a_bias_goes_to_the_library_only_where_it_adds_one(block_numbers, monkeypatch):
+    given = []
+
+    def scaled(left, right, by_left, by_right, *, bias=None, out_dtype):
+        given.append(bias is not None)
+        out = torch.zeros(left.shape[0], right.shape[1], dtype=out_dtype, device=DEVICE)
+        return out if bias is None else out + bias
+
+    monkeypatch.setattr(torch, "_scaled_mm", scaled)
+    left, right = cast_both(torch.ones(128, 512, device=DEVICE)).along, cast_weight(torch.ones(128, 512, device=DEVICE)).along
+    bias = torch.arange(128.0, device=DEVICE)
+    for adds in (True, False):
+        monkeypatch.setattr(module, "library_adds_bias", lambda device, adds=adds: adds)
+        assert torch.equal(product(left, right, way="library", bias=bias), bias.bfloat16().expand(128, 128))
+    assert given == [True, False]
+
+
+def test_a_library_that_refuses_a_bias_or_forgets_it_adds_none(monkeypatch):
+    asks, device = module.library_adds_bias.__wrapped__, torch.device(DEVICE)
+    for error in (RuntimeError, ValueError):
+        monkeypatch.setattr(torch, "_scaled_mm", lambda *operands, error=error, **how: (_ for _ in ()).throw(error("no")))
+        assert not asks(device)
+    monkeypatch.setattr(torch, "_scaled_mm", lambda *operands, bias, out_dtype: torch.zeros(128, 128, dtype=out_dtype, device=DEVICE))
+    assert not asks(device)
+    monkeypatch.setattr(torch, "_scaled_mm", lambda *operands, bias, out_dtype: bias.expand(128, 128))
+    assert asks(device)
+
+
 def test_a_block_with_a_nan_or_an_infinity_shows(block_numbers):
     x = block_numbers(128, 256).to(DEVICE)
     x[3, 200], x[70, 1] = float("nan"), float("inf")
