@@ -77,6 +77,28 @@ def test_blocks_are_the_layers() -> None:
         blocks(nn.Linear(2, 2))
 
 
+class Choosing(Model):
+    """A model that says what is worth compiling."""
+
+    def compiled_parts(self) -> list[nn.Module]:
+        return [self.layers[1], self.head]
+
+
+def test_a_model_may_name_the_blocks() -> None:
+    model = Choosing()
+    assert blocks(model) == [model.layers[1], model.head]
+
+
+def test_a_compiled_gem_has_the_losses_of_another(tmp_path: Path) -> None:
+    words = [word for word in SMALL if "model" not in word] + ["model.name=gem", "model.options.layers=2"]
+    plain = train(load_config("toy", [*words, f"run.out={json.dumps(str(tmp_path / 'plain'))}"]))
+    fast = train(load_config("toy", [*words, f"run.out={json.dumps(str(tmp_path / 'fast'))}", "compile.blocks=default"]))
+    losses = [[record["loss"] for record in read_log(tmp_path / name) if record["event"] == "train"] for name in ("plain", "fast")]
+    torch.testing.assert_close(losses[0], losses[1], rtol=1e-5, atol=1e-6)
+    assert plain["compile"]["graphs"] == 0
+    assert fast["compile"]["graphs"] == 8  # two parts of two layers that differ, to train and to evaluate
+
+
 def test_a_compiled_run_has_the_losses_names_and_checkpoints_of_another(tmp_path: Path) -> None:
     plain = train(small(tmp_path / "plain"))
     fast = train(small(tmp_path / "fast", "compile.blocks=default"))

@@ -207,6 +207,14 @@ class GemModel(DenseModel):
             tokens = options.tokens
         return layers
 
+    def compiled_parts(self) -> list[nn.Module]:
+        """What ``compile.blocks`` compiles: what works on rows, whose sizes stay.
+
+        A sequence's steps are kernels with little between them, and compiling whole layers for any number of events takes minutes.
+        """
+        layers: list[Any] = list(self.layers)
+        return [part for layer in layers for part in (layer.weight_gen, layer.ensemble)]
+
     def forward(self, batch: Batch, embedded: dict[str, Tensor]) -> dict[str, Tensor]:
         described = self.features.described(batch)
         x = self.features(batch, embedded, described)

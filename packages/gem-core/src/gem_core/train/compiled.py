@@ -1,9 +1,10 @@
 """The repeated blocks of a model, each compiled in place, and what that took.
 
-A block is an entry of the model's list ``layers``. It is compiled as it stands (``Module.compile``), so names of parameters do not change, and
-checkpoints go from compiled runs to others. Batches differ in their number of events: torch compiles for the first one's sizes, then again for any
-size (``dynamic = "auto"``). The longest row is a plain number to kernels, for each of which torch would compile anew: the schema's stands in its
-place. More compilations of a block than ``compile.recompiles`` end the run, where torch would go on without compiling and say nothing.
+A block is an entry of the model's list ``layers``, or what the model's method ``compiled_parts`` gives. It is compiled as it stands
+(``Module.compile``), so names of parameters do not change, and checkpoints go from compiled runs to others. Batches differ in their number of
+events: torch compiles for the first one's sizes, then again for any size (``dynamic = "auto"``). The longest row is a plain number to kernels, for
+each of which torch would compile anew: the schema's stands in its place. More compilations of a block than ``compile.recompiles`` end the run,
+where torch would go on without compiling and say nothing.
 
 What is kept from the compiler (``torch.compiler.disable``), as low-precision layers are, cuts a block: what stands between the cuts is compiled piece
 by piece, for the same kinds of input.
@@ -11,7 +12,7 @@ by piece, for the same kinds of input.
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -59,11 +60,14 @@ class Compiled:
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:
-    """The repeated blocks: the entries of the model's list of modules ``layers``.
+    """The repeated blocks: what the model's method ``compiled_parts`` gives, else the entries of its list of modules ``layers``.
 
     Raises:
-        RequestError: the model has no such list.
+        RequestError: the model has neither.
     """
+    named: Callable[[], list[nn.Module]] | None = getattr(model, "compiled_parts", None)
+    if named is not None:
+        return named()
     found = getattr(model, "layers", None)
     if not isinstance(found, nn.ModuleList) or not found:
         so = f"{type(model).__name__} has no list of modules named layers"
