@@ -1,7 +1,9 @@
 """What the FP8 attention kernels compute, in float64 from the operands that their casts wrote, and inputs for them."""
 
 import math
+import re
 
+import numpy as np
 import torch
 
 from gem_core.ops.activations import ACTIVATIONS
@@ -95,3 +97,30 @@ def softmax(call, low):
             out[start : start + count, head] = (total * (bound / LIFT) / summed)[:count]
             lse[start : start + count, head] = (top + summed.log())[:count, 0]
     return out, lse
+
+
+def run_words(assembly, scores, sharpness, factor):
+    """What a piece of assembly of ``fp8.weights`` makes of scores, float64 numbers of E4M3 in their order: float16 arithmetic, step by step.
+
+    Args:
+        scores: float32 ``[n, 4]``.
+    """
+    half = np.float16
+    limit = lambda x: half(min(max(x, -65504.0), 65504.0))  # noqa: E731
+    known = {"$8": limit(sharpness), "$12": limit(factor), "$16": limit(2 * factor)}
+    known |= {f"${4 + i}": scores[:, i] for i in range(4)}
+    for name, bits in re.findall(r"mov.b32 (\w+), 0x(....)\w{4};", assembly):
+        known[name] = np.array(int(bits, 16), dtype=np.uint16).view(half)
+    steps = {
+        "mul.rn.f16x2": lambda a, b: half(a * np.float64(1) * b),
+        "fma.rn.f16x2": lambda a, b, c: half(np.float64(1) * a * b + c),
+        "fma.rn.sat.f16x2": lambda a, b, c: half(np.clip(np.float64(1) * a * b + c, 0, 1)),
+        "min.f16x2": np.fmin,
+        "tanh.approx.f16x2": lambda a: half(np.tanh(np.float64(1) * a)),
+        "cvt.rn.f16x2.f32": lambda high, low: half(np.stack((low, high), 1)),
+        "cvt.rn.satfinite.e4m3x2.f16x2": lambda a: a,
+    }
+    with np.errstate(over="ignore", invalid="ignore"):
+        for step, target, sources in re.findall(r"([a-z][\w.]*x2[\w.]*) (\w+), ([^;]+);", assembly):
+            known[target] = steps[step](*(known[source] for source in sources.split(", ")))
+    return to_e4m3(torch.from_numpy(np.concatenate((known["low"], known["high"]), 1).astype(np.float64)))

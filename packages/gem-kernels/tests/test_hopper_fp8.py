@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton")
 
+from gem_core.ops.activations import ACTIVATIONS
 from gem_core.ops.gdpa import reference as gdpa
 from gem_core.ops.jagged_attention import reference as jagged_attention
 from gem_core.spec import KernelUnavailable, RequestError
-from gem_kernels.common.hopper.fp8 import forward, launch
+from gem_kernels.common.hopper.fp8 import forward, launch, weights
 from gem_kernels.common.schedule import RECORD
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -154,6 +155,32 @@ def test_what_the_kernels_compute_is_attention(scale):
     torch.testing.assert_close(lse, sums)
 
 
+@pytest.mark.parametrize("sharpness", [2.0**-3, -0.01, 1e-6, 1e6])
+@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "silu"])
+def test_weights_of_four_scores_are_the_activation(activation, sharpness):
+    """The assembly that GPUs run, step by step: both gates, for scores of the largest sizes that casts allow, within the rounding to E4M3 and the
+    error of a gate, and never a NaN."""
+    code = {"gelu": weights.GELU_WORDS, "gelu_tanh": weights.GELU_TANH_WORDS, "silu": weights.SILU_WORDS}[activation].value
+    scores = (
+        torch.linspace(-(136**2), 136**2, 4001, dtype=torch.float64) if abs(sharpness) < 1e-2 else torch.linspace(-8, 8, 4001).double() / sharpness
+    )
+    factor = 2.0**-7
+    for shift in range(4):  # every score in every place
+        four = torch.stack([scores.roll(shift + i) for i in range(4)], 1)
+        got = plain.run_words(code, four.float().numpy(), sharpness * (0.5 if activation == "silu" else 1), factor)
+        x = four * sharpness
+        wanted = 2 * ACTIVATIONS[activation](x) / sharpness * factor
+        gate = {"gelu": 6e-3, "gelu_tanh": 6e-3, "silu": 2e-3}[activation] * 2 * factor / abs(sharpness)
+        assert not bool(got.isnan().any())
+        assert bool(((got - wanted).abs() <= 1.02 * 2**-4 * wanted.abs() + 2.0**-10 + gate).all()), float(((got - wanted).abs() - gate).max())
+
+
+def test_a_nan_among_the_scores_stays_one():
+    for code in (weights.GELU_WORDS, weights.SILU_WORDS):
+        four = torch.full((1, 4), float("nan")).numpy()
+        assert bool(plain.run_words(code.value, four, 1.0, 2.0**-7).isnan().all())
+
+
 def test_case_C05_more_items_than_the_copy_engine_addresses_are_refused():
     call = plain.make_call(*inputs([3], [3]), [3], [3])
     with patch.object(launch, "MAX_ITEMS", 1), pytest.raises(RequestError, match="Split the batch"):
@@ -213,12 +240,15 @@ def test_weights_that_are_ready_for_the_product_make_products_wait():
     """The planted fault: without their exchanged halves, new weights take the registers that a product still reads."""
     fault = """
 import pathlib
-text = pathlib.Path(forward.__file__).read_text()
+from gem_kernels.common.hopper.fp8 import weights
+text = pathlib.Path(weights.__file__).read_text()
 for old, new in (("{high, low}", "{low, high}"), ("prmt.b32 $0, $1, 0, 0x1032;", "mov.b32 $0, $1;")):
     assert old in text
     text = text.replace(old, new)
 with tempfile.TemporaryDirectory() as folder:
-    pathlib.Path(folder, "ready_forward.py").write_text(text)
+    pathlib.Path(folder, "ready_weights.py").write_text(text)
+    source = pathlib.Path(forward.__file__).read_text()
+    pathlib.Path(folder, "ready_forward.py").write_text(source.replace("gem_kernels.common.hopper.fp8.weights", "ready_weights"))
     sys.path.insert(0, folder)
     from ready_forward import fp8_forward_kernel
     print(report(fp8_forward_kernel, "gelu_bf16")[1])

@@ -5,7 +5,7 @@ is at most 128. Twice a score of two such tiles is then at most 2^15, whatever t
 is known before the weight. A row's *bound* brings all its weights to one scale: it is the largest scale of the row's values or, where weights
 grow with scores, the largest product of it with that of the keys.
 
-A tile with a NaN, an infinity or a size beyond 2^63 becomes NaN, which shows in every output of its row and head; a size below 2^-65 may become 0.
+A tile with a NaN, an infinity or a size beyond 2^60 becomes NaN, which shows in every output of its row and head; a size below 2^-60 may become 0.
 """
 
 # Kernels are compiled from their source and carry no types.
@@ -45,9 +45,9 @@ def _power(exponent):
 
 
 @triton.jit
-def _largest(x):
-    """The bits of max |x| over a tile: their order as integers is that of sizes, and infinities and NaN stand above every number."""
-    return tl.max(tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1), 0)
+def _sizes(x):
+    """The bits of |x|: their order as integers is that of sizes, and infinities and NaN stand above every number."""
+    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @triton.jit
@@ -62,11 +62,16 @@ def _scale(exponent):
 @triton.jit
 def _scale_by_norm(x):
     """The scale of a tile of tokens ``[128, 128]`` by the largest norm of one, and its inverse."""
-    exponent = _exponent(_largest(x))
-    near = tl.minimum(tl.maximum(exponent, -LIMIT - LARGEST), 2 * LIMIT)
-    y = x * _power(-near)  # at most 1, so that no square overflows
-    norm = tl.sqrt(tl.max(tl.sum(y * y, 1), 0))
-    return _scale(tl.where(exponent > LIMIT + LARGEST, exponent, near + tl.maximum(_exponent(norm.to(tl.int32, bitcast=True)), -LIMIT)))
+    norm = tl.sqrt(tl.sum(x * x, 1))
+    return _scale(_exponent(tl.max(_sizes(norm), 0)))
+
+
+@triton.jit
+def _span(records, tile, KEYS: tl.constexpr):
+    """The first token of a tile, and how many from there on are used: see ``schedule.RECORD``."""
+    first = tl.load(records + tile * 8 + 1)
+    column = 5 if KEYS else 2
+    return tl.load(records + tile * 8 + column) + first, tl.load(records + tile * 8 + column + 1) - first
 
 
 @triton.jit
@@ -75,16 +80,6 @@ def _load(x, start, count, token_stride, head_stride, head, FIRST: tl.constexpr,
     r = FIRST + STEP * tl.arange(0, COUNT)
     places = x + (start + r).to(tl.int64)[:, None] * token_stride + (head.to(tl.int64) * head_stride + tl.arange(0, DIM))[None, :]
     return tl.load(places, mask=(r < count)[:, None], other=0.0).to(tl.float32)
-
-
-@triton.jit
-def _store_tokens(x, inverse, out, item, PERMUTED: tl.constexpr):
-    """A tile ``[token, dim]``, keys at their ``place_of``."""
-    r = tl.arange(0, TILE)
-    if PERMUTED:
-        r = place_of(r)
-    places = out + item.to(tl.int64) * (TILE * DIM) + r[:, None] * DIM + tl.arange(0, DIM)[None, :]
-    tl.store(places, (x * inverse).to(tl.float8e4nv))
 
 
 @triton.jit
@@ -111,59 +106,54 @@ def _word(x0, x1, x2, x3):
 
 
 @triton.jit
-def cast_queries_kernel(q, q_token, q_head, records, count, heads, low, scales):
-    """One tile and head. ``low`` is E4M3 ``[tiles, heads, token, dim]``, ``scales`` float32 ``[tiles, heads]``."""
+def cast_tokens_kernel(x, token_stride, head_stride, records, count, heads, low, scales, KEYS: tl.constexpr):
+    """One tile and head of queries or keys: ``low`` E4M3 ``[tiles, heads, token or place, dim]``, ``scales`` float32 ``[tiles, heads]``."""
     item = tl.program_id(0)
     tile, head = item // heads, item % heads
     if tile >= tl.load(count):
         return
-    first = tl.load(records + tile * 8 + 1)
-    start = tl.load(records + tile * 8 + 2) + first
-    x = _load(q, start, tl.load(records + tile * 8 + 3) - first, q_token, q_head, head, 0, 1, TILE)
-    scale, inverse = _scale_by_norm(x)
-    _store_tokens(x, inverse, low, item, False)
+    start, used = _span(records, tile, KEYS)
+    if used <= 0 and KEYS:
+        return
+    tokens = _load(x, start, used, token_stride, head_stride, head, 0, 1, TILE)
+    scale, inverse = _scale_by_norm(tokens)
+    r = tl.arange(0, TILE)
+    places = low + item.to(tl.int64) * (TILE * DIM) + (place_of(r) if KEYS else r)[:, None] * DIM + tl.arange(0, DIM)[None, :]
+    tl.store(places, (tokens * inverse).to(tl.float8e4nv))
     tl.store(scales + item, scale)
 
 
 @triton.jit
-def cast_keys_kernel(
-    k, v, k_token, k_head, v_token, v_head, records, count, heads, low_k, low_v, k_scales, v_scales, bounds, bases,
-    BY_KEY: tl.constexpr,
-):  # fmt: skip
-    """One tile and head of keys and values.
+def cast_values_kernel(x, token_stride, head_stride, records, count, heads, low, scales, k_scales, bounds, bases, BY_KEY: tl.constexpr):
+    """One tile and head of values, after the keys.
 
     Args:
-        low_k: E4M3 ``[tiles, heads, place, dim]``.
-        low_v: E4M3 ``[tiles, heads, dim, token]``, as words of four tokens.
-        k_scales, v_scales: float32 ``[tiles, heads]``.
-        bounds: the bits of float32 ``[rows + 1, heads]``, zeros before: the largest scale of values of a row or, ``BY_KEY``,
-            the largest product of the two scales.
+        low: E4M3 ``[tiles, heads, dim, token]``, as words of four tokens.
+        scales: float32 ``[tiles, heads]``, as are ``k_scales``.
+        bounds: the bits of float32 ``[rows + 1, heads]``, zeros before: the largest scale of a row's values or, ``BY_KEY``, the largest product of one
+            with that of its keys.
         bases: int32 ``[rows + 1]``: the number of the first tile of a row; its others have the numbers below.
     """
     item = tl.program_id(0)
     tile, head = item // heads, item % heads
     if tile >= tl.load(count):
         return
-    row, first = tl.load(records + tile * 8), tl.load(records + tile * 8 + 1)
-    start, used = tl.load(records + tile * 8 + 5) + first, tl.load(records + tile * 8 + 6) - first
-    if first == 0:
+    row = tl.load(records + tile * 8)
+    start, used = _span(records, tile, True)
+    if tl.load(records + tile * 8 + 1) == 0:
         tl.store(bases + row, tile)
     if used <= 0:
         return
-    x = _load(k, start, used, k_token, k_head, head, 0, 1, TILE)
-    k_scale, inverse = _scale_by_norm(x)
-    _store_tokens(x, inverse, low_k, item, True)
     # Four tokens that follow each other make a word in one thread: the exchange that turns a tile moves words, not bytes.
-    v0 = _load(v, start, used, v_token, v_head, head, 0, 4, QUARTER)
-    v1 = _load(v, start, used, v_token, v_head, head, 1, 4, QUARTER)
-    v2 = _load(v, start, used, v_token, v_head, head, 2, 4, QUARTER)
-    v3 = _load(v, start, used, v_token, v_head, head, 3, 4, QUARTER)
-    largest = tl.maximum(tl.maximum(_largest(v0), _largest(v1)), tl.maximum(_largest(v2), _largest(v3)))
-    v_scale, inverse = _scale(_exponent(largest))
+    v0 = _load(x, start, used, token_stride, head_stride, head, 0, 4, QUARTER)
+    v1 = _load(x, start, used, token_stride, head_stride, head, 1, 4, QUARTER)
+    v2 = _load(x, start, used, token_stride, head_stride, head, 2, 4, QUARTER)
+    v3 = _load(x, start, used, token_stride, head_stride, head, 3, 4, QUARTER)
+    largest = tl.maximum(tl.maximum(_sizes(v0), _sizes(v1)), tl.maximum(_sizes(v2), _sizes(v3)))
+    scale, inverse = _scale(_exponent(tl.max(tl.max(largest, 1), 0)))
     words = tl.trans(_word(v0 * inverse, v1 * inverse, v2 * inverse, v3 * inverse))
     places = item.to(tl.int64) * (TILE * DIM // 4) + tl.arange(0, DIM)[:, None] * QUARTER + tl.arange(0, QUARTER)[None, :]
-    tl.store(low_v + places, words)
-    tl.store(k_scales + item, k_scale)
-    tl.store(v_scales + item, v_scale)
-    size = k_scale * v_scale if BY_KEY else v_scale
+    tl.store(low + places, words)
+    tl.store(scales + item, scale)
+    size = scale * tl.load(k_scales + item) if BY_KEY else scale
     tl.atomic_max(bounds + row * heads + head, size.to(tl.int32, bitcast=True), sem="relaxed")

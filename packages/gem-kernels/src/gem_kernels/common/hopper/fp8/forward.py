@@ -11,7 +11,7 @@ Scores and weights stay within E4M3 because the casts bound them: ``cast`` says 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 # ruff: noqa: RUF059, SIM113
 
-from gem_kernels.common.activations import TANH_U1, TANH_U3, U1, U3, fast_tanh
+from gem_kernels.common.hopper.fp8.weights import elements, weights_of, words_of
 from gem_kernels.common.hopper.gluon import fence_async_shared, gl, gluon, mbarrier, tma, warpgroup_mma, warpgroup_mma_init, warpgroup_mma_wait
 from gem_kernels.common.hopper.language import barriers, copies, read_tile, store
 
@@ -82,45 +82,6 @@ def _share(by_value, bound):
 
 
 @gluon.jit
-def _words(x):
-    """Four neighbours in E4M3 as one word, its halves exchanged, in the first of their four places; the others hold nothing.
-
-    Elements of eight bits that a loop carries are taken apart and put together one by one. And a word that was ready for the product would go to
-    registers that the product before still reads, for which the assembler makes products wait: that its halves must be exchanged keeps it elsewhere.
-    """
-    return gl.inline_asm_elementwise(
-        """{ .reg .b16 low, high;
-        cvt.rn.satfinite.e4m3x2.f32 low, $5, $4;
-        cvt.rn.satfinite.e4m3x2.f32 high, $7, $6;
-        mov.b32 $0, {high, low}; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0; }""",
-        "=r,=r,=r,=r,f,f,f,f",
-        [x],
-        dtype=gl.int32,
-        is_pure=True,
-        pack=4,
-    )
-
-
-@gluon.jit
-def _elements(words):
-    """The elements of ``_words``, for a product that starts afterwards."""
-    return gl.inline_asm_elementwise("prmt.b32 $0, $1, 0, 0x1032;", "=r,r,r,r,r", [words], dtype=gl.float8e4nv, is_pure=True, pack=4)
-
-
-@gluon.jit
-def _weights(s, sharpness, factor, ACTIVATION: gl.constexpr):
-    """``factor`` 2 f(x) / sharpness at x = sharpness s, in E4M3."""
-    if ACTIVATION == "silu_bf16":
-        u = s * (sharpness * 0.5)
-    else:
-        A: gl.constexpr = U1 if ACTIVATION == "gelu_bf16" else TANH_U1
-        B: gl.constexpr = U3 if ACTIVATION == "gelu_bf16" else TANH_U3
-        u = s * (s * s * (sharpness * sharpness * sharpness * B) + sharpness * A)
-    half = s * factor
-    return _words(half * fast_tanh(u) + half)
-
-
-@gluon.jit
 def _probabilities(s, keys, k_used, sharpness, lift, top, SIGN: gl.constexpr, TAIL: gl.constexpr):
     """2^(sharpness s - m + lift) with the new maximum m of ``sharpness s``, m, and what earlier sums shrink by; ``sharpness > 0``."""
     if SIGN != 1:
@@ -184,31 +145,32 @@ def _consume(
                 share = _share(by_value, bound)
                 p, top, shrink = _probabilities(s, columns + (n - 1) * TILE, k_used, by_query * by_key, gl.log2(share), top, SIGN, True)
                 summed = gl.sum(p, 1) / share
-                weights = _words(_renamed(p, WEIGHTS))
+                weights = words_of(_renamed(p, WEIGHTS))
             else:
-                weights = _weights(_renamed(s, WEIGHTS), by_query * by_key, by_key * by_value * inverse, ACTIVATION)
+                weights = weights_of(_renamed(s, WEIGHTS), by_query * by_key, by_key * by_value * inverse, ACTIVATION)
+            mbarrier.wait(v_full.index(stage), phase)
             acc = warpgroup_mma_init(out)
             for j in range(1, n):
                 by_key, by_value = next_key, next_value
                 next_key, next_value = _scales(k_scales, v_scales, place + gl.minimum(n - 1, j + 1) * kv_heads)
-                operand = _elements(weights)
+                operand = elements(weights)
                 next_stage = (copied + j) % STAGES
                 mbarrier.wait(k_full.index(next_stage), ((copied + j) // STAGES) & 1)
-                mbarrier.wait(v_full.index(stage), phase)
                 mbarrier.wait(turn.index(W), turns & 1)
                 s = warpgroup_mma(q_tile, ks.index(next_stage).permute([1, 0]), nothing, use_acc=False, is_async=True)
                 acc = warpgroup_mma(operand, vs.index(stage).permute([1, 0]), acc, is_async=True)
+                s = warpgroup_mma_wait(1, deps=[s])
                 mbarrier.arrive(turn.index(1 - W), count=1)
                 turns += 1
-                s = warpgroup_mma_wait(1, deps=[s])
                 mbarrier.arrive(k_free.index(next_stage), count=1)
                 if SOFTMAX:
                     share = _share(by_value, bound)
                     p, top, shrink = _probabilities(s, columns, k_used, by_query * by_key, gl.log2(share), top, SIGN, False)
                     summed = summed * shrink + gl.sum(p, 1) / share
-                    new_weights = _words(_renamed(p, WEIGHTS))
+                    new_weights = words_of(_renamed(p, WEIGHTS))
                 else:
-                    new_weights = _weights(_renamed(s, WEIGHTS), by_query * by_key, by_key * by_value * inverse, ACTIVATION)
+                    new_weights = weights_of(_renamed(s, WEIGHTS), by_query * by_key, by_key * by_value * inverse, ACTIVATION)
+                mbarrier.wait(v_full.index(next_stage), ((copied + j) // STAGES) & 1)
                 partial = warpgroup_mma_wait(0, deps=[acc])
                 mbarrier.arrive(v_free.index(stage), count=1)
                 if SOFTMAX:
@@ -218,8 +180,7 @@ def _consume(
                 stage = next_stage
                 phase = ((copied + j) // STAGES) & 1
             mbarrier.arrive(q_free.index(buffer), count=1)
-            mbarrier.wait(v_full.index(stage), phase)
-            acc = warpgroup_mma(_elements(weights), vs.index(stage).permute([1, 0]), acc, is_async=True)
+            acc = warpgroup_mma(elements(weights), vs.index(stage).permute([1, 0]), acc, is_async=True)
             out = warpgroup_mma_wait(0, deps=[acc])
             mbarrier.arrive(v_free.index(stage), count=1)
             if SOFTMAX:

@@ -2,14 +2,14 @@
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from gem_core.spec import KernelUnavailable, RequestError
 from gem_kernels.common import launcher
-from gem_kernels.common.hopper.fp8.cast import cast_keys_kernel, cast_queries_kernel
+from gem_kernels.common.hopper.fp8.cast import cast_tokens_kernel, cast_values_kernel
 from gem_kernels.common.hopper.fp8.forward import fp8_forward_kernel
 from gem_kernels.common.hopper.gluon import TensorDescriptor, gl
 from gem_kernels.common.hopper.launch import TILE, _ragged
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 DIM = 128
 """Head size of queries, keys and values."""
 STAGES = 4
+CAST_WARPS = 8
 ACTIVATIONS = ("softmax", "gelu_bf16", "gelu_tanh_bf16", "silu_bf16")
 MAX_ITEMS = 2**31 // TILE - 1
 """Tiles times heads: the copy engine counts their tokens in 32 bits."""
@@ -80,18 +81,18 @@ def cast(call: "AttentionCall") -> Low:
     (q, q_scales), (k, k_scales), (v, v_scales) = (room(queries, call.heads), room(keys, call.kv_heads), room(keys, call.kv_heads))
     bounds = torch.zeros((call.rows + 1) * call.kv_heads, dtype=torch.int32, device=device)
     low = Low(q, k, v, q_scales, k_scales, v_scales, bounds.view(torch.float32), torch.empty(call.rows + 1, dtype=torch.int32, device=device))
-    launcher.launch(
-        cast_queries_kernel, queries.bound * call.heads, device,
-        {"q": call.q, "q_token": call.q.stride(0), "q_head": call.q.stride(1), "records": queries.records, "count": queries.count,
-         "heads": call.heads, "low": q, "scales": q_scales, "num_warps": 8},
-    )  # fmt: skip
-    launcher.launch(
-        cast_keys_kernel, keys.bound * call.kv_heads, device,
-        {"k": call.k, "v": call.v, "k_token": call.k.stride(0), "k_head": call.k.stride(1), "v_token": call.v.stride(0), "v_head": call.v.stride(1),
-         "records": keys.records, "count": keys.count, "heads": call.kv_heads, "low_k": k, "low_v": v.view(torch.int32), "k_scales": k_scales,
-         "v_scales": v_scales, "bounds": bounds, "bases": low.bases, "BY_KEY": call.activation != "softmax", "num_warps": 8},
-    )  # fmt: skip
+    for x, tiles, heads, elements, scales in ((call.q, queries, call.heads, q, q_scales), (call.k, keys, call.kv_heads, k, k_scales)):
+        _over_tiles(cast_tokens_kernel, x, tiles, heads, low=elements, scales=scales, KEYS=tiles is keys)
+    by_key = call.activation != "softmax"
+    given = {"k_scales": k_scales, "bounds": bounds, "bases": low.bases, "BY_KEY": by_key}
+    _over_tiles(cast_values_kernel, call.v, keys, call.kv_heads, low=v.view(torch.int32), scales=v_scales, **given)
     return low
+
+
+def _over_tiles(kernel: Any, x: Tensor, tiles: Tiles, heads: int, **arguments: Any) -> None:
+    """Launch a cast of ``x`` ``[tokens, heads, 128]`` with one program for each tile and head."""
+    where = {"token_stride": x.stride(0), "head_stride": x.stride(1), "records": tiles.records, "count": tiles.count, "heads": heads}
+    launcher.launch(kernel, tiles.bound * heads, x.device, {"x": x, **where, **arguments, "num_warps": CAST_WARPS})
 
 
 def attend(call: "AttentionCall", low: Low, out: Tensor, lse: Tensor | None = None) -> None:
