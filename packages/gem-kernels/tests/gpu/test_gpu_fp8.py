@@ -12,7 +12,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"),
 ]
 SUMS = 1.5e-2
-"""Of the norm: a tensor core keeps about 14 bits of the largest term, a gate is a little off, and a weight between two elements may round to either."""
+"""Of the norm: a tensor core keeps about 14 bits of the largest term, a gate is a little off, a weight between two elements may round to either."""
 FORMAT = 0.09
 """Of the norm: queries, keys, values and weights are rounded to four bits, each at most 2^-4 off."""
 LENGTHS = [

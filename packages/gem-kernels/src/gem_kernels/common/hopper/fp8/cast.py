@@ -130,8 +130,8 @@ def cast_values_kernel(x, token_stride, head_stride, records, count, heads, low,
     Args:
         low: E4M3 ``[tiles, heads, dim, token]``, as words of four tokens.
         scales: float32 ``[tiles, heads]``, as are ``k_scales``.
-        bounds: the bits of float32 ``[rows + 1, heads]``, zeros before: the largest scale of a row's values or, ``BY_KEY``, the largest product of one
-            with that of its keys.
+        bounds: the bits of float32 ``[rows + 1, heads]``, zeros before: the largest scale of a row's values or, ``BY_KEY``, the largest product of
+            one with that of its keys.
         bases: int32 ``[rows + 1]``: the number of the first tile of a row; its others have the numbers below.
     """
     item = tl.program_id(0)

@@ -80,13 +80,9 @@ def _twice(x):
 @gluon.jit
 def weights_of(s, sharpness, factor, ACTIVATION: gl.constexpr):
     """``factor`` 2 f(x) / sharpness at x = sharpness s, as ``words_of``, computed in pairs of float16."""
+    WORDS: gl.constexpr = SILU_WORDS if ACTIVATION == "silu_bf16" else GELU_WORDS if ACTIVATION == "gelu_bf16" else GELU_TANH_WORDS
     if ACTIVATION == "silu_bf16":
-        WORDS: gl.constexpr = SILU_WORDS
         sharpness = sharpness * 0.5
-    elif ACTIVATION == "gelu_bf16":
-        WORDS: gl.constexpr = GELU_WORDS
-    else:
-        WORDS: gl.constexpr = GELU_TANH_WORDS
     return gl.inline_asm_elementwise(
         WORDS,
         "=r,=r,=r,=r,f,f,f,f,r,r,r,r,r,r,r,r,r,r,r,r",
