@@ -70,7 +70,7 @@ def results(function, work):
     """Outputs and gradients, with an upstream gradient that is the same for every dtype."""
     found = work.call(function)
     outputs = [found] if isinstance(found, torch.Tensor) else [t for t in found if t.is_floating_point()]
-    upstream = [torch.linspace(-1, 1, o.numel(), dtype=torch.float64).view(o.shape).cos().to(o.dtype) for o in outputs]
+    upstream = [torch.linspace(-1, 1, o.numel(), dtype=torch.float64, device=o.device).view(o.shape).cos().to(o.dtype) for o in outputs]
     return [*(o.detach() for o in outputs), *torch.autograd.grad(outputs, work.leaves(), upstream)]
 
 

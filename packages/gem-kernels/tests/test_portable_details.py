@@ -184,6 +184,22 @@ def test_fake_results_have_the_shapes_of_kept_factors(rows):
     assert torch.ops.gem_kernels.norm_linear(*given)[2].shape == (rows,)
 
 
+def test_wide_results_are_products_of_normed_rows():
+    given = {"x": torch.randn(9, 24).half().requires_grad_(), "weight": torch.randn(520, 24).half().requires_grad_()}
+    assert norm_launch._fits(given["x"], given["weight"][:512], before=True)
+    assert not norm_launch._fits(*given.values(), before=True)
+    compare(changed(draw("norm_linear"), **given, bias=torch.randn(520).half().requires_grad_(), norm="layer"))
+
+
+@pytest.mark.parametrize("rows", [0, 1, 700])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_sums_of_columns_by_a_product_are_sums(rows, dtype):
+    x = torch.randn(rows, 24).to(dtype)
+    found = norm_launch._column_sums(x)
+    assert (found.dtype, found.shape, found.is_contiguous()) == (dtype, (24,), True)
+    assert_close(found, x.double().sum(0), bound=1e-3)
+
+
 def test_columns_gradients_are_added_by_a_fixed_number_of_programs():
     columns = {"gamma": torch.randn(40, requires_grad=True), "bias": torch.randn(40, requires_grad=True)}
     work = draw("norm_linear", (133,), where="after", **columns)

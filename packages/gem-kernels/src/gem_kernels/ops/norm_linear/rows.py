@@ -62,6 +62,22 @@ def load_columns(base, fallback, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=_VARYING)
+def statistics_kernel(
+    x, factors, means, rows, tiles, eps, x_stride,
+    LAYER: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """What a norm multiplies each row of x by, ``factors [rows]`` float32, and with ``LAYER`` what it takes off before, ``means [rows]`` float32."""
+    for tile in range(tl.program_id(0).to(tl.int64), tiles, tl.num_programs(0)):
+        first = tile * ROWS
+        row = first + tl.arange(0, ROWS)
+        z = load_tile(x, first, rows, x_stride, WIDTH, ROWS, BLOCK)
+        _, r = normalise(z, eps, LAYER, WIDTH, BLOCK)
+        tl.store(factors + row, r, mask=row < rows)
+        if LAYER:
+            tl.store(means + row, tl.sum(z, 1) * (1.0 / WIDTH), mask=row < rows)
+
+
+@triton.jit(do_not_specialize=_VARYING)
 def forward_kernel(
     x, residual, gamma, beta, gate, out, total, factors, rows, tiles, eps, x_stride, residual_stride, gate_stride,
     LAYER: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
@@ -99,9 +115,10 @@ def backward_kernel(
     """
     scale = load_columns(gamma, 1.0, WIDTH, BLOCK)
     shift = load_columns(beta, 0.0, WIDTH, BLOCK)
-    scale_sum = tl.zeros([BLOCK], tl.float32)
-    shift_sum = tl.zeros([BLOCK], tl.float32)
-    grad_sum = tl.zeros([BLOCK], tl.float32)
+    # Sums of the rows at the same place in each tile: to add the rows of a tile takes all warps.
+    scale_sum = tl.zeros([ROWS, BLOCK], tl.float32)
+    shift_sum = tl.zeros([ROWS, BLOCK], tl.float32)
+    grad_sum = tl.zeros([ROWS, BLOCK], tl.float32)
     for tile in range(tl.program_id(0).to(tl.int64), tiles, tl.num_programs(0)):
         first = tile * ROWS
         z = load_tile(x, first, rows, x_stride, WIDTH, ROWS, BLOCK)
@@ -120,20 +137,20 @@ def backward_kernel(
             store_tile(dgate, g * (n * scale + shift), first, rows, WIDTH, WIDTH, ROWS, BLOCK)
             g *= load_tile(gate, first, rows, gate_stride, WIDTH, ROWS, BLOCK)
         if dgamma is not None:
-            scale_sum += tl.sum(g * n, 0)
+            scale_sum += g * n
         if dbeta is not None:
-            shift_sum += tl.sum(g, 0)
+            shift_sum += g
         grad = norm_grad(n, r, g * scale, LAYER, WIDTH)
         if dtotal is not None:
             grad += load_tile(dtotal, first, rows, WIDTH, WIDTH, ROWS, BLOCK)
         store_tile(dz, grad, first, rows, WIDTH, WIDTH, ROWS, BLOCK)
         if dsum is not None:
-            grad_sum += tl.sum(grad, 0)
+            grad_sum += grad
     c = tl.arange(0, BLOCK)
     at = tl.program_id(0).to(tl.int64) * WIDTH + c
     if dgamma is not None:
-        tl.store(dgamma + at, scale_sum, mask=c < WIDTH)
+        tl.store(dgamma + at, tl.sum(scale_sum, 0), mask=c < WIDTH)
     if dbeta is not None:
-        tl.store(dbeta + at, shift_sum, mask=c < WIDTH)
+        tl.store(dbeta + at, tl.sum(shift_sum, 0), mask=c < WIDTH)
     if dsum is not None:
-        tl.store(dsum + at, grad_sum, mask=c < WIDTH)
+        tl.store(dsum + at, tl.sum(grad_sum, 0), mask=c < WIDTH)

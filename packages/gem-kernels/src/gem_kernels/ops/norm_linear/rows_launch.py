@@ -10,8 +10,10 @@ from torch import Tensor
 from gem_kernels.ops import host
 
 Maybe = Tensor | None
-PROGRAMS = 1024
-"""Programs that add up columns' gradients, whatever the device, so that their rounding is the same everywhere."""
+PROGRAMS = 528
+"""Programs that add up columns' gradients, whatever the device, so that their rounding is the same everywhere; four for each SM of an H200."""
+HELD, SUMMED = 4096, 2048
+"""Values of a tile: of most kernels, and of one that holds sums of tiles beside them."""
 
 
 class RowGrads(NamedTuple):
@@ -31,10 +33,23 @@ def _rows() -> Any:
     return import_module("gem_kernels.ops.norm_linear.rows")
 
 
-def row_tile(width: int) -> tuple[int, int, int]:
-    """Rows and columns of a tile of whole rows, and warps: about 4,096 values a program."""
+def row_tile(width: int, values: int = HELD) -> tuple[int, int, int]:
+    """Rows and columns of a tile of whole rows, about ``values`` of them, and warps."""
     block = host.block_width(width)
-    return max(1, min(16, 4096 // block)), block, 4 if block <= 2048 else 8
+    return max(1, min(16, values // block)), block, 4 if block <= 2048 else 8
+
+
+def row_statistics(x: Tensor, *, layer: bool, eps: float) -> tuple[Tensor, Maybe]:
+    """What a norm multiplies each row of ``[rows, width]`` by, ``[rows]`` float32, and for LayerNorm the rows' means."""
+    rows, width = x.shape
+    factors = x.new_empty(rows, dtype=torch.float32)
+    means = torch.empty_like(factors) if layer else None
+    tile, block, warps = row_tile(width)
+    host.launch(
+        _rows().statistics_kernel, x, -(-rows // tile), x=x, factors=factors, means=means, rows=rows, eps=eps, x_stride=x.stride(0), LAYER=layer,
+        WIDTH=width, ROWS=tile, BLOCK=block, num_warps=warps,
+    )  # fmt: skip
+    return factors, means
 
 
 def norm_rows(
@@ -70,9 +85,9 @@ def norm_rows_grad(
     """
     rows, width = x.shape
     dz, dgate, rows_out = (x.new_empty(x.shape) if wanted else None for wanted in (True, gate is not None, normed))
-    tile, block, warps = row_tile(width)
-    programs = min(PROGRAMS, -(-rows // tile))
     columns = (gamma is not None, beta is not None, total)
+    tile, block, warps = row_tile(width, SUMMED if any(columns) else HELD)
+    programs = min(PROGRAMS if any(columns) else host.MAX_GRID, -(-rows // tile))
     dgamma, dbeta, dsum = (x.new_zeros((programs, width), dtype=torch.float32) if wanted else None for wanted in columns)
     if x.numel():
         host.launch(

@@ -1,8 +1,7 @@
 """A norm and a matmul in one pass, for 16-bit inputs: the norm's rows never travel to memory on their own.
 
 ``after``: a program computes whole rows of x wᵀ in registers, norms and stores them. ``before``: a norm only scales rows (and for LayerNorm subtracts
-a multiple of the weights' row sums), so the product is computed from the rows as they are and meets their statistics at the end. Sums of squares are
-taken about the first value of a row, which keeps them exact where a row's mean is far from zero.
+a multiple of the weights' row sums), so the product is computed from the rows as they are and meets their statistics at the end.
 
 Programs stay, one an SM, and take tile after tile: the next one's rows are on their way while one is stored. x, weight and out are descriptors.
 """
@@ -14,8 +13,6 @@ from gem_kernels.common.language import tl, triton
 from gem_kernels.ops.norm_linear.rows import load_columns, normalise
 
 _VARYING = ["rows", "tiles"]
-PART = tl.constexpr(16)
-"""Columns of x that statistics are taken from at once: few, to leave the product its registers."""
 
 
 @triton.jit(do_not_specialize=_VARYING)
@@ -40,14 +37,14 @@ def after_kernel(
 
 @triton.jit(do_not_specialize=_VARYING)
 def before_kernel(
-    x, weight, bias, values, sums, out, rows, tiles, eps, x_stride,
+    x, weight, bias, factors, means, sums, out, rows, tiles,
     LAYER: tl.constexpr, WIDTH: tl.constexpr, INNER: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """``out [rows, WIDTH]`` = N(x) wᵀ + bias with the norm's scale and shift already in ``weight`` and ``bias``; ``sums [WIDTH]`` float32 are the
-    sums of the weight's rows, ``values`` points to x.
+    """``out [rows, WIDTH]`` = N(x) wᵀ + bias with the norm's scale and shift already in ``weight`` and ``bias``; ``factors`` and ``means`` as
+    ``rows.statistics_kernel`` writes them, ``sums [WIDTH]`` float32 are the sums of the weight's rows.
 
-    The statistics read x a second time, by pointer, from L2: Triton 3.6 does not order the copy engine's next write into a tile after reads of it
+    The statistics are not taken from the tiles in shared memory: Triton 3.6 does not order the copy engine's next write into a tile after reads of it
     other than those of the matrix product.
     """
     column_tiles = tl.cdiv(WIDTH, BLOCK)
@@ -57,27 +54,11 @@ def before_kernel(
         acc = tl.zeros([ROWS, BLOCK], tl.float32)
         for k in tl.range(0, INNER, STEP, num_stages=STAGES):
             acc = tl.dot(x.load([row, k]), tl.trans(weight.load([column, k])), acc)
-        r = tl.cast(tile // column_tiles, tl.int64) * ROWS + tl.arange(0, ROWS)
-        pivot = tl.zeros([ROWS], tl.float32)
-        if LAYER:
-            pivot = tl.load(values + r * x_stride, mask=r < rows, other=0.0).to(tl.float32)
-        moved = tl.zeros([ROWS], tl.float32)
-        squares = tl.zeros([ROWS], tl.float32)
-        for k in tl.static_range(0, INNER, PART):
-            inner = k + tl.arange(0, PART)
-            inside = (r < rows)[:, None] & (inner < INNER)[None, :]
-            z = tl.load(values + r[:, None] * x_stride + inner[None, :], mask=inside, other=0.0).to(tl.float32)
-            if LAYER:
-                z = tl.where(inside, z - pivot[:, None], 0.0)
-                moved += tl.sum(z, 1)
-            squares += tl.sum(z * z, 1)
+        r = row + tl.arange(0, ROWS)
         c = column + tl.arange(0, BLOCK)
-        squares = squares * (1.0 / INNER)
         if LAYER:
-            moved = moved * (1.0 / INNER)
-            squares = squares - moved * moved
-            acc -= (pivot + moved)[:, None] * tl.load(sums + c, mask=c < WIDTH, other=0.0)[None, :]
-        acc *= (1.0 / tl.sqrt(tl.maximum(squares, 0.0) + eps))[:, None]
+            acc -= tl.load(means + r, mask=r < rows, other=0.0)[:, None] * tl.load(sums + c, mask=c < WIDTH, other=0.0)[None, :]
+        acc *= tl.load(factors + r, mask=r < rows, other=0.0)[:, None]
         if bias is not None:
             acc += tl.load(bias + c, mask=c < WIDTH, other=0.0).to(tl.float32)[None, :]
         out.store([row, column], acc.to(out.dtype))
