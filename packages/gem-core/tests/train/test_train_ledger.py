@@ -125,6 +125,38 @@ def test_an_epoch_begins_without_what_lay_before_it(ticks: list[float]) -> None:
     assert [(step.step, step.seconds) for step in clock.take()] == [(1, 1.0), (2, 2.0)]
 
 
+class Mark:
+    """An event of a device that has come as far as the host: waiting for one is counted."""
+
+    waits = 0
+
+    def __init__(self, now: float) -> None:
+        self.now = now
+
+    def elapsed_time(self, later: "Mark") -> float:
+        return 1000 * (later.now - self.now)
+
+    def synchronize(self) -> None:
+        Mark.waits += 1
+
+
+def test_on_cuda_the_last_step_stays_until_it_is_over(ticks: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr(Clock, "_mark", lambda clock: Mark(ticks[0]))
+    clock.start(CPU, [], 1)
+    clock._on_cuda = True
+    for seconds in (1, 2, 4):
+        ticks[0] += seconds
+        clock.end_step()
+    assert [(step.step, step.seconds) for step in clock.take()] == [(1, 1.0), (2, 2.0)]
+    assert clock.take() == []
+    assert Mark.waits == 1
+    ticks[0] += 8
+    clock.end_step()
+    assert [(step.step, step.seconds) for step in clock.take(over=True)] == [(3, 4.0), (4, 8.0)]
+    assert clock.take(over=True) == []
+
+
 def test_a_training_step_is_in_the_phases() -> None:
     """What is outside of all phases is little, and the parts add up to the host's time."""
     source = FakeSource()

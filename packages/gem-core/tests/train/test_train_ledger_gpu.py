@@ -42,3 +42,5 @@ def test_phases_hold_the_work_of_the_gpu_and_idle_time_is_other() -> None:
         assert step.seconds == pytest.approx(3 * forward + 0.05, rel=0.2)
     clock.end_step()
     assert [step.step for step in clock.take()] == [4]
+    torch.cuda.synchronize()
+    assert [step.step for step in clock.take(over=True)] == [5]

@@ -10,9 +10,7 @@ from dataclasses import dataclass, fields
 from itertools import count
 from typing import Any, Self
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from gem_core.bench.flops import StepFlops, peak_seconds, run_flops, unit_peak
 from gem_core.bench.roofline import finish
@@ -40,7 +38,7 @@ class StepFigures:
     Args:
         samples_per_s: rows a second.
         tokens_per_s: events of all sequences a second.
-        ms: milliseconds of a step, the median.
+        ms: milliseconds of a step, the median; on a GPU as the computing stream takes them, however far ahead of it the host is.
         model_tflops: model TFLOP/s, forward and backward, over the time of all measured steps.
         mfu_bf16: that over the device's peak in bf16.
         mfu_weighted: seconds that the model FLOPs would take at the peak of the format each is in, over the time.
@@ -139,12 +137,12 @@ class _Walk:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Window:
-    """Measured steps: how many came before, what each had to do, seconds ``[steps]``, seconds of a mean step's parts (none where too few ended)."""
+    """Measured steps: how many came before, what each had to do, seconds of all together, and what the ledger says of them."""
 
     before: int
     done: list[Work]
-    seconds: NDArray[np.float64]
-    parts: dict[str, float]
+    seconds: float
+    told: dict[str, Any]
 
     @classmethod
     def measured(cls, walk: _Walk, steps: int, most: int) -> Self | None:
@@ -153,16 +151,16 @@ class _Window:
         finish(device)
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
-        ledger.close_window()
-        done, marks = [], [time.perf_counter()]
-        for number in range(steps):
+        ledger.close_window(over=True)
+        ledger.begin(before)
+        done: list[Work] = []
+        begun = time.perf_counter()
+        while len(done) < steps:
             done.append(walk.step())
             if walk.compiled > before and before < most:
                 return None
-            if number == steps - 1:
-                finish(device)
-            marks.append(time.perf_counter())
-        return cls(before=before, done=done, seconds=np.diff(marks), parts=ledger.close_window().get("parts", {}))
+        finish(device)
+        return cls(before=before, done=done, seconds=time.perf_counter() - begun, told=ledger.close_window(over=True))
 
 
 def _note(walk: _Walk, window: _Window, warmup: int) -> str:
@@ -190,15 +188,13 @@ def take(run: Run, feed: Feed, work: Work) -> Work:
 
 
 def _figures(run: Run, window: _Window, *, ne: float | None, note: str) -> StepFigures:
-    device, done, whole = run.world.device, window.done, float(window.seconds.sum())
+    device, done, whole, told = run.world.device, window.done, window.seconds, window.told
     flops = sum((run_flops(run, batch) for work in done for batch in work.batches), StepFlops())
-    middle, late = np.percentile(1e3 * window.seconds, (50, 99)).tolist()
     peak = unit_peak("bf16", device).flops_per_second
-    waited = sum(window.parts.get(part, 0.0) for part in (DATA, IDS, COPY))
     return StepFigures(
         samples_per_s=sum(work.rows for work in done) / whole,
         tokens_per_s=sum(load_of(work.batches)[0] for work in done) / whole,
-        ms=middle,
+        ms=1e3 * told["p50"],
         model_tflops=flops.model / whole / 1e12,
         mfu_bf16=flops.model / whole / peak,
         mfu_weighted=peak_seconds(flops.by_format, device) / whole,
@@ -206,8 +202,8 @@ def _figures(run: Run, window: _Window, *, ne: float | None, note: str) -> StepF
         peak_gib=torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else None,
         ne=ne,
         steps=len(done),
-        ms_p99=late,
-        data_share=waited / sum(window.parts.values()) if window.parts else 0.0,
+        ms_p99=1e3 * told["p99"],
+        data_share=sum(told["parts"].get(part, 0.0) for part in (DATA, IDS, COPY)) / told["step"],
         first_step_s=run.first_step_seconds,
         compile_s=float(run.compiled.seconds),
         note=note,

@@ -143,13 +143,18 @@ class Clock:
         self._marks = [(self._label, self._marks[-1][1])]
         self._tell_recorders()
 
-    def take(self) -> list[StepTimes]:
-        """The steps that have ended since the last call. On CUDA the last one stays for the next call, so that no queue runs empty for its sake."""
+    def take(self, *, over: bool = False) -> list[StepTimes]:
+        """The steps that have ended since the last call.
+
+        Args:
+            over: whether the device has come to the end of the last one. Else, on CUDA, that step stays for the next call, so that no queue runs
+                empty for its sake.
+        """
         taken, self._done = self._done, []
-        if self._on_cuda and taken:
+        if self._on_cuda and taken and not over:
             self._done.append(taken.pop())
-            if taken:
-                taken[-1][1][-1][1].synchronize()
+        if self._on_cuda and taken:
+            taken[-1][1][-1][1].synchronize()
         for recorder in self._recorders:
             for entry in recorder.stop():
                 self._waiting.setdefault(entry.phase[0], []).append(entry)

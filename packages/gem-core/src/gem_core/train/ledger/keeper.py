@@ -53,9 +53,13 @@ class StepLedger:
         self._tracer.end(step, self._world)
         self._tracer.begin(step + 1, self._world)
 
-    def close_window(self) -> dict[str, Any]:
-        """What the ranks' steps since the last call say, as plain values for the log; empty where no step has ended. Collective."""
-        steps = self._world.clock.take()
+    def close_window(self, *, over: bool = False) -> dict[str, Any]:
+        """What the ranks' steps since the last call say, as plain values for the log; empty where no step has ended. Collective.
+
+        Args:
+            over: whether every device has come to the end of the last step, which else stays for the next call on CUDA.
+        """
+        steps = self._world.clock.take(over=over)
         told = Told.of(steps, self._loads)
         for times in steps:
             del self._loads[times.step]
