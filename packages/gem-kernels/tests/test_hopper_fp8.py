@@ -17,8 +17,10 @@ from gem_core.ops.activations import ACTIVATIONS
 from gem_core.ops.gdpa import reference as gdpa
 from gem_core.ops.jagged_attention import reference as jagged_attention
 from gem_core.spec import KernelUnavailable, RequestError
+from gem_core.testing import registry
 from gem_kernels.common.hopper.fp8 import forward, launch, weights
 from gem_kernels.common.schedule import RECORD
+from gem_kernels.ops.gdpa.call import kernel_activation
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ROWS = [
@@ -287,3 +289,13 @@ def test_a_call_that_fits_has_no_reason_against_it():
     assert launch.why_not(call) == ["its gradients are of bfloat16, this is torch.float32"]
     call.q = x.bfloat16()
     assert launch.why_not(call) == []
+
+
+@pytest.mark.parametrize("op", ["gdpa", "jagged_attention"])
+def test_what_is_declared_is_what_the_kernel_takes(op):
+    (found,) = [o.impl for o in registry().of(op) if o.impl.backend == "gluon_fp8"]
+    assert (found.min_arch, found.max_arch, found.dtypes, found.head_dims) == (90, 90, ("bf16",), (launch.DIM,))
+    assert not {"window", "causal", "bias", "broadcast_q"} & set(found.features)
+    known = [word for word in registry().op(op).features if word.startswith("act_")]
+    taken = [word for word in known if kernel_activation(word.removeprefix("act_"), torch.bfloat16) in launch.ACTIVATIONS]
+    assert [word for word in found.features if word.startswith("act_")] == taken

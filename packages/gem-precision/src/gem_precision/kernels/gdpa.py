@@ -5,7 +5,8 @@ keys' axis of V contiguous, which is what its transposed cast has. Tiles of keys
 keys of neighbouring rows stand in the first and the last one of a row: their weights are set to zero. (A NaN in V shows in every row of its 128
 tokens.) Weights are cast with a scale for each query and tile, and each tile's product is promoted to float32.
 
-Compiled for Hopper and right in the interpreter, never run there: nothing chooses it.
+Right on an H200 and slow there: 104 TFLOP/s on rows of 256 and 212 on rows of 1,024, casts included. Nothing chooses it; the backend ``gluon_fp8`` of
+gem-kernels is what attention in FP8 is for speed.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
