@@ -89,16 +89,17 @@ def _cli(name: str, *words: str, limit: int = 60, **environment: str) -> Part:
 
 def tests() -> list[Part]:
     """Parts of about a minute each, start and compilation included, by what an H200 took; those that show most first."""
-    files = {"pffn": 1, "hstu_attention": 2, "launcher": 5, "norm_linear": 8, "portable_attention": 4}
-    found = [part for name, parts in files.items() for part in _shared(name, f"test_gpu_{name}.py", parts)]
+    # "HstuAttention" is also the beginning of the name of the Gluon suite.
+    whole, found = {"BlockAttention": 2, "HstuAttention": 4}, []
+    for kind in PORTABLE:
+        found += _shared(kind, "test_gpu_conformance_portable.py", whole.get(kind, 1), f"Test{kind} and not Test{kind}Gluon")
+    files = {"pffn": 1, "norm_linear": 8, "fp8": 1, "hstu_attention": 2, "launcher": 5, "portable_attention": 3}
+    for name, parts in files.items():
+        found += _shared(name, f"test_gpu_{name}.py", parts)
     # More than 2^31 elements a tensor: one process, for the sake of the GPU's memory.
     for name, parts in {"block_attention": 2, "attention_ops": 8}.items():
         file = f"test_gpu_{name}.py"
         found += [*_shared(name, file, parts, "not case_C08"), _tests(f"{name}-C08", file, "case_C08")]
-    # "HstuAttention" is also the beginning of the name of the Gluon suite.
-    whole = {"BlockAttention": 2, "HstuAttention": 4}
-    for kind in PORTABLE:
-        found += _shared(kind, "test_gpu_conformance_portable.py", whole.get(kind, 1), f"Test{kind} and not Test{kind}Gluon")
     # By dtype; what is drawn has none in its name.
     suites = {
         "GdpaGluon": ("test_gpu_attention.py", 5, ("bf16", "fp16")),

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._functorch import config as functorch
 
 from gem_core.ops.dispatch import kernel
 from gem_core.ops.slot import check_of
@@ -15,6 +16,8 @@ from gem_kernels.plugin import gem_kernel_impls
 
 Function = Callable[..., Any]
 REFERENCE = "reference"
+# A backward pass is timed again and again, which torch's compiler refuses where it may write into what the forward pass kept.
+functorch.donated_buffer = False
 
 
 def backends_of(op: str) -> list[str]:
@@ -64,7 +67,7 @@ def _compiled_bmm(q: Tensor, *, k: Tensor, v: Tensor, max_q: int, max_k: int, ac
     return _gelu_products(q, k, v, scale)
 
 
-@torch.compile
+@torch.compile(dynamic=False)
 def _gelu_products(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     return torch.nn.functional.gelu(q @ k.mT * scale) @ v
 
@@ -82,23 +85,23 @@ def _matmul(x: Tensor, *, weight: Tensor, where: str) -> Tensor:
     return torch.nn.functional.linear(x, weight)
 
 
-@torch.compile
+@torch.compile(dynamic=False)
 def _compiled_add_norm(x: Tensor, *, gamma: Tensor, beta: Tensor, residual: Tensor | None = None, gate: Tensor | None = None) -> Tensor:
     out = torch.nn.functional.layer_norm(x if residual is None else x + residual, gamma.shape, gamma, beta)
     return out if gate is None else out * gate
 
 
-@torch.compile
+@torch.compile(dynamic=False)
 def _compiled_gated_residual(x: Tensor, *, gate: Tensor, residual: Tensor) -> Tensor:
     return gate * x + residual
 
 
-@torch.compile
+@torch.compile(dynamic=False)
 def _compiled_after(x: Tensor, *, weight: Tensor, where: str) -> Tensor:
     return torch.nn.functional.rms_norm(torch.nn.functional.linear(x, weight), (weight.shape[0],), eps=1e-5)
 
 
-@torch.compile
+@torch.compile(dynamic=False)
 def _compiled_before(x: Tensor, *, weight: Tensor, where: str) -> Tensor:
     return torch.nn.functional.linear(torch.nn.functional.rms_norm(x, (weight.shape[1],), eps=1e-5), weight)
 
