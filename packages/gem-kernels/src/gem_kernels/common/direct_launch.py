@@ -1,4 +1,4 @@
-"""Whether kernels are launched past Triton's own Python (``launcher``): asked for by ``GEM_DIRECT_LAUNCH=1``. Imports no torch."""
+"""Whether kernels are launched past Triton's own Python (``launcher``): unless ``GEM_DIRECT_LAUNCH=0`` forbids it. Imports no torch."""
 
 import os
 from functools import cache
@@ -11,15 +11,15 @@ KNOWN = ("3.6", "3.7")
 """Releases of Triton whose launcher takes what ``launcher`` hands to it."""
 
 
-def asked() -> bool:
-    """Whether the environment asks for direct launches.
+def allowed() -> bool:
+    """Whether the environment lets kernels be launched directly.
 
     Raises:
         RequestError: ``GEM_DIRECT_LAUNCH`` is neither 0 nor 1.
     """
-    text = os.environ.get(SWITCH, "0")
+    text = os.environ.get(SWITCH, "1")
     if text not in ("0", "1"):
-        raise RequestError(f"{SWITCH}={text}", "it is neither 0 nor 1", f"Set {SWITCH}=1 for direct launches, or leave it out.")
+        raise RequestError(f"{SWITCH}={text}", "it is neither 0 nor 1", f"Set {SWITCH}=0 for launches through Triton, or leave it out.")
     return text == "1"
 
 
@@ -28,10 +28,10 @@ def why_through_triton() -> str | None:
     """Why launches go through Triton's own Python, None if they do not have to. The environment is read once.
 
     Raises:
-        RequestError: as ``asked``.
+        RequestError: as ``allowed``.
     """
-    if not asked():
-        return f"{SWITCH} is not set"
+    if not allowed():
+        return f"{SWITCH} is 0"
     try:
         release = version("triton")
     except PackageNotFoundError:
@@ -41,11 +41,9 @@ def why_through_triton() -> str | None:
 
 
 def stated() -> str:
-    """What tables of kernels say about launches: nothing unless direct ones are asked for."""
+    """What tables of kernels say about launches: nothing where they are direct."""
     try:
-        if not asked():
-            return ""
+        why = why_through_triton()
     except RequestError as error:
         return f"; {error}"
-    why = why_through_triton()
-    return "; launched directly" if why is None else f"; launched through Triton: {why}"
+    return "" if why is None else f"; launched through Triton: {why}"

@@ -1,5 +1,5 @@
-"""Launches of Triton kernels. With ``GEM_DIRECT_LAUNCH=1`` a kernel that was launched before goes past Triton's own Python, which takes most of the
-host's time of a short call. It has not been measured on a GPU and is off unless it is asked for.
+"""Launches of Triton kernels. A kernel that was launched before goes past Triton's own Python, which takes most of the host's time of a short call;
+``GEM_DIRECT_LAUNCH=0`` leaves all launches to Triton.
 
 The first launch of a kernel under a new key goes through Triton, which compiles it, launches it and returns it; later ones hand the compiled kernel's
 launcher the arguments that Triton would hand it, tensors as addresses. A key tells apart all that Triton's own key does: the dtype of every tensor
