@@ -43,7 +43,7 @@ CHECKED = ((1, 128, 128), (200, 128, 128), (1000, 384, 640), (4096, 512, 512), (
 TIMED = ((1 << 19, 1024, 4096), (1 << 19, 4096, 1024), (1 << 20, 512, 512), (1 << 19, 512, 2048), (1 << 19, 1024, 1024))
 STEPPED = (*TIMED, (1 << 19, 1024, 2048), (1 << 19, 1024, 3072), (1 << 19, 2048, 1024), (1 << 18, 2048, 2048))
 """Of whole layers: between those that gain and those that do not."""
-FUSED = ((1 << 19, 1024, 4096), (1 << 20, 512, 512), (1 << 19, 512, 2048))
+FUSED = ((1 << 19, 1024, 4096), (1 << 19, 1024, 3072), (1 << 20, 512, 512))
 """Of a norm before a linear layer, and of two layers with an activation between them, where outputs are the hidden width."""
 ATTENDED = ((1152, 256), (288, 1024))
 """Rows and their length, with four heads of 128."""
@@ -292,14 +292,14 @@ def layers(rows: int, wide_in: int, wide_out: int) -> list[dict[str, Any]]:
 
 
 def fused(rows: int, wide_in: int, wide_out: int) -> list[dict[str, Any]]:
-    """RMS norm and linear layer; and two layers with SiLU between them. Beside bfloat16, compiled by torch."""
+    """RMS norm and linear layer with a bias; and two layers with SiLU between them. Beside bfloat16, compiled by torch."""
     x, grad, wide_grad = random(rows, wide_in).requires_grad_(), random(rows, wide_in), random(rows, wide_out)
     first, second = (torch.randn(*size, device=DEVICE).div_(32).requires_grad_() for size in ((wide_out, wide_in), (wide_in, wide_out)))
-    gamma = torch.ones(wide_in, device=DEVICE, requires_grad=True)
+    gamma, bias = (torch.ones(width, device=DEVICE, requires_grad=True) for width in (wide_in, wide_out))
 
     @torch.compile(dynamic=False)
-    def plain_norm(x: Tensor, w: Tensor, gamma: Tensor) -> Tensor:
-        return F.rms_norm(x, (wide_in,), gamma.bfloat16(), 1e-5) @ w.bfloat16().T
+    def plain_norm(x: Tensor, w: Tensor, gamma: Tensor, bias: Tensor) -> Tensor:
+        return F.linear(F.rms_norm(x, (wide_in,), gamma.bfloat16(), 1e-5), w.bfloat16(), bias.bfloat16())
 
     @torch.compile(dynamic=False)
     def plain_mlp(x: Tensor, first: Tensor, second: Tensor) -> Tensor:
@@ -308,11 +308,11 @@ def fused(rows: int, wide_in: int, wide_out: int) -> list[dict[str, Any]]:
     def both() -> tuple[Both, Both]:
         return cast_weight(first.detach()), cast_weight(second.detach())
 
-    leaves = (x, first, second, gamma)
+    leaves = (x, first, second, gamma, bias)
     norms = medians(
         {
-            "bf16": lambda: backward(plain_norm(x, first, gamma), wide_grad, *leaves),
-            "fp8_block": lambda: backward(norm_linear(x, first, cast_weight(first.detach()), gamma), wide_grad, *leaves),
+            "bf16": lambda: backward(plain_norm(x, first, gamma, bias), wide_grad, *leaves),
+            "fp8_block": lambda: backward(norm_linear(x, first, cast_weight(first.detach()), gamma, bias=bias), wide_grad, *leaves),
         }
     )
     pairs = medians(

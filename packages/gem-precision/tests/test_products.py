@@ -14,7 +14,7 @@ from gem_precision.plugin import LOW_OPS, emulated, gem_kernel_impls
 from gem_precision.presets import PRESETS
 from gem_precision.products import LowProducts
 
-KERNELS = {(impl.op, impl.backend): impl for impl in gem_kernel_impls()}
+KERNELS = {(impl.op, impl.backend): impl for impl in gem_kernel_impls() if impl.backend.endswith("_emulated")}
 ATTENTION = [op for op in LOW_OPS if op != "norm_linear"]
 
 

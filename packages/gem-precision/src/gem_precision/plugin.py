@@ -27,6 +27,9 @@ LOW_OPS = {
 _CONTRACTS = {"block_attention": 2}
 """The contracts that they were written for; 1 for the others."""
 
+NATIVE_NORM_LINEAR = "fp8_block_native"
+"""The backend of ``norm_linear`` that computes ``fp8_block`` on FP8 tensor cores: named as that of linear layers."""
+
 
 def emulated(recipe: str) -> str:
     """The kernel backend that emulates the formats of a recipe."""
@@ -37,18 +40,33 @@ def emulated(recipe: str) -> str:
 def gem_kernel_impls() -> Sequence[KernelImpl]:
     return [
         KernelImpl(
-            op=op,
-            contract=_CONTRACTS.get(op, 1),
-            backend=emulated(recipe),
-            load=f"gem_precision.emulated:{op}__{recipe}",
-            devices=("cpu", "cuda", "interpreter"),
-            dtypes=("fp32", "bf16", "fp16"),
-            features=features,
-            summary=f"the reference with operands of the recipe {recipe}; for quality, not for speed",
-        )
-        for recipe in _LOW
-        for op, features in LOW_OPS.items()
-        if recipe != "mxfp4_mlp" or op == "norm_linear"
+            op="norm_linear",
+            contract=1,
+            backend=NATIVE_NORM_LINEAR,
+            load="gem_precision.native_ops:norm_linear",
+            devices=("cuda",),
+            dtypes=("bf16",),
+            min_arch=90,
+            max_arch=90,
+            features=("rms", "layer", "before", "affine"),
+            requires=("triton",),
+            summary="FP8 products in the formats of fp8_block; the norm writes what they read",
+        ),
+        *(
+            KernelImpl(
+                op=op,
+                contract=_CONTRACTS.get(op, 1),
+                backend=emulated(recipe),
+                load=f"gem_precision.emulated:{op}__{recipe}",
+                devices=("cpu", "cuda", "interpreter"),
+                dtypes=("fp32", "bf16", "fp16"),
+                features=features,
+                summary=f"the reference with operands of the recipe {recipe}; for quality, not for speed",
+            )
+            for recipe in _LOW
+            for op, features in LOW_OPS.items()
+            if recipe != "mxfp4_mlp" or op == "norm_linear"
+        ),
     ]
 
 

@@ -8,25 +8,28 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from gem_precision.kernels.activation import Activation, activation_both
-from gem_precision.kernels.cast import Both, Operand, cast_both
+from gem_precision.kernels.cast import Both, Operand, cast_and_sum, cast_both
 from gem_precision.kernels.norm import norm_both, norm_grad
 from gem_precision.kernels.product import product
 
 
-def norm_linear(x: Tensor, weight: Tensor, cast: Both, gamma: Tensor, beta: Tensor | None = None, *, eps: float = 1e-5) -> Tensor:
-    """``N(x) weight^T``: a layer norm with ``beta``, without it an RMS norm.
+def norm_linear(
+    x: Tensor, weight: Tensor, cast: Both, gamma: Tensor, beta: Tensor | None = None, bias: Tensor | None = None, *, eps: float = 1e-5
+) -> Tensor:
+    """``N(x) weight^T + bias``: a layer norm with ``beta``, without it an RMS norm.
 
     Args:
         x: ``[rows, in]``, ``in`` at most 4,096.
         weight: ``[out, in]``; its gradient is float32 before it takes the weight's dtype.
         cast: the weight in 128 x 128 blocks, of ``cast_weight``.
         gamma, beta: ``[in]``.
+        bias: ``[out]``.
         eps: added to the mean square.
 
     Returns:
         ``[rows, out]`` bfloat16.
     """
-    out: Tensor = _NormLinear.apply(x, weight, cast, gamma, beta, eps)  # type: ignore[no-untyped-call]
+    out: Tensor = _NormLinear.apply(x, weight, cast, gamma, beta, bias, eps)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -53,22 +56,27 @@ def _weight_grad(grad: Both, elements: Tensor, scales: Tensor, weight: Tensor) -
 
 class _NormLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, cast: Both, gamma: Tensor, beta: Tensor | None, eps: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, cast: Both, gamma: Tensor, beta: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
         x = x.contiguous()
         low, means, inverses = norm_both(x, gamma, beta, eps=eps)
         ctx.save_for_backward(x, weight, gamma, means, inverses, low.turned.elements, low.turned.scales)
-        ctx.cast, ctx.layer = cast, beta is not None
-        return product(low.along, cast.along)[: x.shape[0]]
+        ctx.cast, ctx.layer, ctx.bias_dtype = cast, beta is not None, None if bias is None else bias.dtype
+        return product(low.along, cast.along, bias=bias)[: x.shape[0]]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, gamma, means, inverses, elements, scales = ctx.saved_tensors
-        low = cast_both(grad.contiguous())
+        grad, db = grad.contiguous(), None
+        if ctx.bias_dtype is None:
+            low = cast_both(grad)
+        else:
+            low, sums = cast_and_sum(grad)
+            db = sums.to(ctx.bias_dtype)
         dn = product(low.along, ctx.cast.turned)[: x.shape[0]]
         dx, by_gamma, by_beta = norm_grad(x, dn, gamma, means, inverses, norm="layer" if ctx.layer else "rms")
         dw = _weight_grad(low, elements, scales, weight)
-        return dx, dw, None, by_gamma.to(gamma.dtype), by_beta.to(gamma.dtype) if ctx.layer else None, None
+        return dx, dw, None, by_gamma.to(gamma.dtype), by_beta.to(gamma.dtype) if ctx.layer else None, db, None
 
 
 class _Mlp(torch.autograd.Function):
