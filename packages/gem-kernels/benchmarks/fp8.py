@@ -2,8 +2,8 @@
 
     python3 packages/gem-kernels/benchmarks/fp8.py [--csv FILE]
 
-Heads are four of 128; rows have equal lengths or, ``drawn``, lengths from 1 to 2,048, and about 300,000 tokens in all. Each time is the median of rounds
-in which all take turns. ``over_bf16`` is the time of the bfloat16 kernel divided by that of a line; ``cast and fp8`` adds two medians.
+Heads are four of 128; rows have equal lengths or, ``drawn``, lengths from 1 to 2,048, and about 300,000 tokens in all. Each time is the median of
+rounds in which all take turns. ``over_bf16`` is the time of the bfloat16 kernel divided by that of a line; ``cast and fp8`` adds two medians.
 """
 
 import argparse
