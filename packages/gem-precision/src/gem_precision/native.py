@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 NAMES = {"fp8_block": "fp8_block_native", "mxfp8": "mxfp8_native"}
 """The backend of each recipe that has one."""
 
-LEAST_REACH = 800
+LEAST_REACH = 600
 """``inputs outputs / (inputs + outputs)`` from which on a step of a layer has been faster than in bfloat16 on an H200 (``benchmarks/linear.py``)."""
 
 
