@@ -107,14 +107,14 @@ def _launch_fused(kernel: Any, cut: Tile, x: Tensor, weight: Tensor, layer: bool
     return out
 
 
-def _on_hopper(x: Tensor, weight: Tensor, residual: Maybe, keep: bool) -> bool:
+def _on_hopper(x: Tensor, weight: Tensor) -> bool:
     """Whether a call that fits goes to the Hopper kernels."""
-    return residual is None and not keep and x.element_size() == 2 and hopper_launch.here(x) and hopper_launch.cut(*weight.shape) is not None
+    return x.element_size() == 2 and hopper_launch.here(x) and hopper_launch.cut(*weight.shape) is not None
 
 
 def _hopper_grads(x: Tensor, weight: Tensor, layer: bool) -> bool:
     """Whether the gradients of a call that the Hopper kernels take are made by one of them, from the result and the factors of the rows."""
-    return not layer and _on_hopper(x, weight, None, False) and hopper_launch.cut_grad(*weight.shape) is not None
+    return not layer and _on_hopper(x, weight) and hopper_launch.cut_grad(*weight.shape) is not None
 
 
 def _bare(gamma: Maybe, beta: Maybe, before: bool) -> bool:
@@ -133,7 +133,7 @@ def _fused_before(x: Tensor, weight: Tensor, bias: Maybe, gamma: Maybe, beta: Ma
         shift = shift + bias
     scaled = weight if gamma is None else weight * gamma
     sums = scaled.float().sum(1) if layer else None
-    if _on_hopper(x, scaled, None, False):
+    if _on_hopper(x, scaled):
         bias = bias if shift is None else shift
         return hopper_launch.forward(x, scaled, before=True, layer=layer, eps=eps, bias=bias, sums=sums, factors=factors)
     cut = INTERPRETER if host.interpreted() else before_tile(weight.shape[0], host.roomy(x))
@@ -143,7 +143,7 @@ def _fused_before(x: Tensor, weight: Tensor, bias: Maybe, gamma: Maybe, beta: Ma
 
 
 def _fused_after(x: Tensor, weight: Tensor, bias: Maybe, gamma: Maybe, beta: Maybe, layer: bool, eps: float, factors: Maybe) -> Tensor:
-    if _on_hopper(x, weight, None, False):
+    if _on_hopper(x, weight):
         return hopper_launch.forward(x, weight, before=False, layer=layer, eps=eps, bias=bias, gamma=gamma, beta=beta, factors=factors)
     cut = after_tile(weight.shape[0], host.roomy(x))
     if host.interpreted():

@@ -84,7 +84,8 @@ def norm_rows_grad(
         total: also give the sum over rows of the gradient of x.
     """
     rows, width = x.shape
-    dz, dgate, rows_out = (x.new_empty(x.shape) if wanted else None for wanted in (True, gate is not None, normed))
+    dz = x.new_empty(x.shape)
+    dgate, rows_out = (x.new_empty(x.shape) if wanted else None for wanted in (gate is not None, normed))
     columns = (gamma is not None, beta is not None, total)
     tile, block, warps = row_tile(width, SUMMED if any(columns) else HELD)
     programs = min(PROGRAMS if any(columns) else host.MAX_GRID, -(-rows // tile))
@@ -96,7 +97,6 @@ def norm_rows_grad(
             dbeta=dbeta, dgate=dgate, dsum=dsum, rows=rows, eps=eps, **_strides(x, residual, gate), LAYER=layer, WIDTH=width, ROWS=tile, BLOCK=block,
             num_warps=warps,
         )  # fmt: skip
-    assert dz is not None
     return RowGrads(dz, _added(dgamma, x.dtype), _added(dbeta, x.dtype), dgate, rows_out, _added(dsum, x.dtype))
 
 
