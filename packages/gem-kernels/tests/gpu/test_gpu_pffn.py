@@ -1,4 +1,4 @@
-"""pffn in bf16 with gelu_fast, which waits for this: it is called past its declaration."""
+"""pffn in bf16 with gelu_fast, whose queries are kept in two halves."""
 
 import pytest
 import torch
