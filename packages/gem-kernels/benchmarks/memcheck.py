@@ -74,16 +74,19 @@ def run(op: str) -> None:
     sys.exit(0 if done else f"no call of {op} fits this machine")
 
 
-def check(tool: str, op: str) -> tuple[str, int, str]:
-    """The op, the exit code of its run under the tool, and what it printed."""
+def check(tool: str, op: str) -> tuple[str, int, list[str]]:
+    """The op, the exit code of its run under the tool, and the lines that it printed, of which calls that have run are shown at once."""
     command = [sanitizer(), "--tool", tool, "--target-processes", "application-only", "--error-exitcode", str(FOUND)]
-    done = subprocess.run(
-        [*command, sys.executable, __file__, "--run", op],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
-    )
-    return op, done.returncode, done.stdout + done.stderr
+    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    lines = []
+    with subprocess.Popen(
+        [*command, sys.executable, __file__, "--run", op], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
+    ) as program:
+        for line in program.stdout or ():
+            lines.append(line.rstrip())
+            if line.startswith("ran "):
+                print(line, end="", flush=True)
+    return op, program.returncode, lines
 
 
 def main() -> None:
@@ -99,12 +102,12 @@ def main() -> None:
     red = []
     with ThreadPoolExecutor(options.jobs) as pool:
         for done in as_completed([pool.submit(check, options.tool, op) for op in options.op or SHAPES_OF]):
-            op, code, text = done.result()
-            ran = sum(line.startswith("ran ") for line in text.splitlines())
+            op, code, lines = done.result()
+            ran = sum(line.startswith("ran ") for line in lines)
             print(f"{op:24} {'clean' if code == 0 else 'RED'}  {ran} calls", flush=True)
             if code:
                 red.append(op)
-                print("\n".join(text.splitlines()[-40:]), flush=True)
+                print("\n".join(lines[-40:]), flush=True)
     sys.exit(f"{options.tool} found something in {', '.join(red)}" if red else 0)
 
 

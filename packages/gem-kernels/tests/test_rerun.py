@@ -156,3 +156,17 @@ def test_a_missing_tool_is_named_and_no_failure(tmp_path):
     done = command(tmp_path, "--parts", "memcheck-gdpa")
     assert done.returncode == 0, done.stderr
     assert states(tmp_path) == {"memcheck-gdpa": "absent"}
+
+
+@pytest.mark.parametrize(("code", "word"), [(0, "clean"), (9, "RED")])
+def test_a_memory_check_shows_each_call_and_what_the_tool_says(tmp_path, code, word):
+    tool = tmp_path / "compute-sanitizer"
+    tool.write_text(f"#!/bin/sh\necho 'ran a call'\necho 'Invalid read' >&2\necho 'ran another'\nexit {code}\n")
+    tool.chmod(0o755)
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    program = [sys.executable, FILE.with_name("memcheck.py"), "--op", "gdpa"]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=60, env=environment)
+    lines = done.stdout.splitlines()
+    assert lines[:2] == ["ran a call", "ran another"]
+    assert lines[2].split() == ["gdpa", word, "2", "calls"]
+    assert ("Invalid read" in lines, done.returncode) == (bool(code), int(bool(code)))
