@@ -1,7 +1,9 @@
 """Native linear layers against the emulation; where they fit; that they are used only where they are named."""
 
+import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -35,16 +37,20 @@ def test_where_it_cannot_run_it_says_every_reason(monkeypatch):
 
 
 def test_only_shapes_that_were_faster_than_bfloat16_gain():
-    measured = {(512, 512): False, (512, 2048): False, (1024, 1024): False, (1024, 4096): True, (4096, 1024): True}
-    assert {(i, o): not no_gain(HOPPER, LinearShape(inputs=i, outputs=o)) for i, o in measured} == measured
+    results = Path(__file__).parents[1] / "benchmarks" / "results" / "h200-linear.json"
+    steps = [record for record in json.loads(results.read_text())["timings"] if record.get("what") == "linear, fp8_block"]
+    assert len(steps) == 9
+    for step in steps:
+        _, inputs, outputs = map(int, step["shape"].split("x"))
+        assert (not no_gain(HOPPER, LinearShape(inputs=inputs, outputs=outputs))) == (step["over_bf16"] > 1), step
 
 
-@pytest.mark.parametrize(("recipe", "function"), [("fp8_block", native_linear), ("mxfp8", native_mx_linear)])
-def test_it_is_found_by_name_and_not_chosen_before_it_is_measured(recipe, function):
+@pytest.mark.parametrize(("recipe", "function", "measured"), [("fp8_block", native_linear, True), ("mxfp8", native_mx_linear, False)])
+def test_it_is_found_by_name_and_not_chosen_before_it_is_measured(recipe, function, measured):
     backend = find_backend(NAMES[recipe], recipe)
-    assert not backend.measured
+    assert backend.measured is measured
     assert not backend.emulated
-    assert [b.name for b in backends_of(recipe) if b.measured] == [f"{recipe}_emulated"]
+    assert [b.name for b in backends_of(recipe) if b.measured] == [f"{recipe}_emulated", *([NAMES[recipe]] if measured else [])]
     with pytest.raises(KernelUnavailable, match="multiple of 128"):
         require(backend, HOPPER, LinearShape(inputs=64, outputs=128))
     assert backend.resolve() is function

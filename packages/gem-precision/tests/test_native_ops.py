@@ -1,18 +1,12 @@
-"""A norm and a matmul in native FP8 beside the emulation, and where the recipe takes it."""
-
-from dataclasses import replace
+"""A norm and a matmul in native FP8 beside the emulation."""
 
 import pytest
 import torch
-from torch import nn
 
-from gem_core.ops.slot import KernelSlot
 from gem_core.spec import RequestError
-from gem_precision import backends
 from gem_precision.emulated import norm_linear__fp8_block as emulated_norm_linear
 from gem_precision.native_ops import norm_linear
 from gem_precision.plugin import NATIVE_NORM_LINEAR, gem_kernel_impls
-from gem_precision.recipes.low_precision import fp8_block, mxfp8
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32  # which the interpreter computes wrongly
@@ -84,59 +78,6 @@ def test_what_its_kernel_does_not_compute_is_refused_before_any_work():
             norm_linear(x, weight, **wrong)
     with pytest.raises(RequestError, match="at most 4096"):
         norm_linear(torch.ones(1, 8192), torch.ones(128, 8192))
-
-
-class Fused(nn.Module):
-    def __init__(self, inputs: int, outputs: int, *features: str) -> None:
-        super().__init__()
-        self.weight, self.bias = (nn.Parameter(torch.empty(*sizes, device="meta")) for sizes in ((outputs, inputs), (outputs,)))
-        self.slot = KernelSlot("norm_linear", features=("rms", *(features or ("before",))))
-
-
-def model():
-    return nn.ModuleDict(
-        {
-            "wide": Fused(1024, 4096),
-            "narrow": Fused(512, 512),
-            "after": Fused(1024, 4096, "after"),
-            "added": Fused(1024, 4096, "before", "residual"),
-        }
-    )
-
-
-@pytest.fixture
-def hopper(monkeypatch):
-    """The device is an H200 to whoever asks, and everything has been measured."""
-    monkeypatch.setattr(backends.Device, "here", classmethod(lambda cls, device_type: cls(type="cuda", name="NVIDIA H200", arch=90)))
-    monkeypatch.setattr("gem_precision.native.find_spec", lambda name: object())
-    monkeypatch.setattr(backends, "BACKENDS", tuple(replace(backend, measured=True) for backend in backends.BACKENDS))
-
-
-def test_the_recipe_asks_for_it_where_it_gains_and_leaves_the_others_high(hopper):
-    net = model()
-    decisions = {d.module: d for d in fp8_block(emulate=False, islands=()).prepare(net, "cuda")}
-    assert net["wide"].slot.asked == NATIVE_NORM_LINEAR
-    assert f"by the kernel backend '{NATIVE_NORM_LINEAR}'" in decisions["wide"].reason
-    assert decisions["wide"].format == "fp8_e4m3_1x128"
-    assert all(net[name].slot.asked is None for name in ("narrow", "after", "added"))
-    assert "is slower than in bfloat16" in decisions["narrow"].reason
-    assert "nothing computes it natively" in decisions["after"].reason
-    assert "nothing computes it natively" in decisions["added"].reason
-
-
-def test_another_recipe_and_another_device_do_not_ask_for_it(hopper, monkeypatch):
-    net = model()
-    mxfp8(emulate=False, islands=()).prepare(net, "cuda")
-    assert net["wide"].slot.asked is None
-    monkeypatch.undo()
-    fp8_block(emulate=False, islands=()).prepare(net, "cpu")
-    assert net["wide"].slot.asked is None
-
-
-def test_with_emulation_it_is_the_emulated_one(hopper):
-    net = model()
-    fp8_block(islands=()).prepare(net, "cuda")
-    assert net["wide"].slot.asked == "fp8_block_emulated"
 
 
 def test_it_is_declared_for_hopper_and_bfloat16_alone():

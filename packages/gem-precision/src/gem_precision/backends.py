@@ -109,6 +109,7 @@ BACKENDS: tuple[LinearBackend, ...] = (
         load="gem_precision.native:native_linear",
         check="gem_precision.native:why_not",
         gain="gem_precision.native:no_gain",
+        measured=True,
     ),
     LinearBackend(name="mxfp8_native", recipe="mxfp8", load="gem_precision.native:native_mx_linear", check="gem_precision.native:mx_why_not"),
 )

@@ -14,7 +14,7 @@ from gem_precision.backends import Device, LinearBackend, LinearShape, backends_
 from gem_precision.grouped import token_linear
 from gem_precision.linear import LinearRule, LowForward, emulated_linear, lower, rule_of
 from gem_precision.options import GuardOptions, RampOptions
-from gem_precision.plugin import NATIVE_NORM_LINEAR, emulated
+from gem_precision.plugin import emulated
 from gem_precision.policy import island_around
 from gem_precision.presets import PRESETS
 from gem_precision.products import HeldBind
@@ -207,18 +207,18 @@ class LowPrecision(LowSites):
         layer = site.module if site.slot is None and isinstance(site.module, nn.Linear) else None
         if self._emulate or (layer is not None and self._backend is not None):
             return Lowering(self._name, self._rule, self._name, self._backend)
-        shape = _shape_of(site)
-        if shape is None:
+        if layer is None:
             return "precision.options.emulate is off, and nothing computes it natively"
-        found = self._native(shape, fused=layer is None)
+        found = self._native(layer)
         return found if isinstance(found, str) else Lowering(self._name, self._rule, self._name, found)
 
-    def _native(self, shape: LinearShape, *, fused: bool) -> LinearBackend | str:
-        """The first native backend that fits a layer here, or why there is none; ``fused`` with a norm before it."""
+    def _native(self, layer: nn.Linear) -> LinearBackend | str:
+        """The first native backend that fits a layer here, or why there is none."""
         device = Device.here(self._device_type)
+        shape = LinearShape(inputs=layer.in_features, outputs=layer.out_features)
         reasons = []
         for backend in backends_of(self._name):
-            if not backend.emulated and (not fused or backend.name == NATIVE_NORM_LINEAR):
+            if not backend.emulated:
                 found = backend.why_not_unasked(device, shape)
                 if not found:
                     return backend
@@ -226,24 +226,12 @@ class LowPrecision(LowSites):
         return f"precision.options.emulate is off, and no backend fits: {'; '.join(reasons) or 'there is no native one'}"
 
 
-def _shape_of(site: Site) -> LinearShape | None:
-    """The matrix of a linear layer, also of one behind a norm that is fused with it; None for what no native backend multiplies."""
-    if site.slot is None:
-        layer = site.module if isinstance(site.module, nn.Linear) else None
-        return None if layer is None else LinearShape(inputs=layer.in_features, outputs=layer.out_features)
-    matrices = [p for p in site.module.parameters() if p.dim() == 2]
-    if site.attention or len(matrices) != 1 or {"after", "residual"} & site.slot.features:
-        return None
-    outputs, inputs = matrices[0].shape
-    return LinearShape(inputs=inputs, outputs=outputs)
-
-
 def _lowered(site: Site, how: Lowering, device_type: str) -> PrecisionDecision:
     if site.slot is None:
         by = "emulated" if how.backend is None else f"by {how.backend.name!r}"
         lower(site.module, how.rule, _multiply(site, how.backend, device_type))
         return PrecisionDecision(module=site.name, format=how.rule.label, reason=f"{how.reason}, {by}; weights are kept in float32")
-    site.slot.asked = emulated(how.preset) if how.backend is None else how.backend.name
+    site.slot.asked = emulated(how.preset)
     return PrecisionDecision(module=site.name, format=how.rule.inputs.name, reason=f"{how.reason}, by the kernel backend {site.slot.asked!r}")
 
 
