@@ -6,7 +6,7 @@ import torch
 from gem_core.spec import RequestError
 from gem_precision.emulated import norm_linear__fp8_block as emulated_norm_linear
 from gem_precision.native_ops import norm_linear
-from gem_precision.plugin import NATIVE_NORM_LINEAR, gem_kernel_impls
+from gem_precision.plugin import gem_kernel_impls
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32  # which the interpreter computes wrongly
@@ -81,7 +81,7 @@ def test_what_its_kernel_does_not_compute_is_refused_before_any_work():
 
 
 def test_it_is_declared_for_hopper_and_bfloat16_alone():
-    (native,) = [impl for impl in gem_kernel_impls() if impl.backend == NATIVE_NORM_LINEAR]
+    (native,) = [impl for impl in gem_kernel_impls() if impl.backend == "fp8_block_native"]
     assert (native.devices, native.dtypes, native.min_arch, native.max_arch) == (("cuda",), ("bf16",), 90, 90)
     assert native.resolve() is norm_linear
     assert "residual" not in native.features

@@ -27,9 +27,6 @@ LOW_OPS = {
 _CONTRACTS = {"block_attention": 2}
 """The contracts that they were written for; 1 for the others."""
 
-NATIVE_NORM_LINEAR = "fp8_block_native"
-"""The backend of ``norm_linear`` that computes ``fp8_block`` on FP8 tensor cores: named as that of linear layers."""
-
 
 def emulated(recipe: str) -> str:
     """The kernel backend that emulates the formats of a recipe."""
@@ -42,7 +39,7 @@ def gem_kernel_impls() -> Sequence[KernelImpl]:
         KernelImpl(
             op="norm_linear",
             contract=1,
-            backend=NATIVE_NORM_LINEAR,
+            backend="fp8_block_native",
             load="gem_precision.native_ops:norm_linear",
             devices=("cuda",),
             dtypes=("bf16",),

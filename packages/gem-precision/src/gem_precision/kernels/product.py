@@ -81,7 +81,7 @@ def product(left: Operand, right: Operand, dtype: torch.dtype = torch.bfloat16, 
         bias: ``[n]``.
 
     Returns:
-        ``[m, n]``; zeros where ``k`` is 0.
+        ``[m, n]``; nothing but the bias where ``k`` is 0.
 
     Raises:
         RequestError: axes that do not fit, or a way that cannot compute this shape.
