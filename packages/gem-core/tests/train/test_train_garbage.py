@@ -63,5 +63,5 @@ def test_a_run_on_the_cpu_leaves_the_collector_alone(configure: Configure) -> No
 def test_a_run_on_a_gpu_spares_what_lives_after_its_first_step(configure: Configure) -> None:
     counts, after = counts_of(configure("run.device=cuda"))
     assert counts[0] > 10_000
-    assert len(set(counts)) == 1
+    assert min(counts) > 10_000
     assert after == 0

@@ -148,10 +148,10 @@ def test_planted_fault_case_F14_without_the_wait_other_rows_are_read(monkeypatch
 
 def test_reading_the_loss_late_does_not_wait_for_what_was_queued_after_it() -> None:
     """The forward pass is short, then the GPU is busy for a long time: the loss is there first."""
-    from gem_core.train.step import _Told
+    from gem_core.train.told import Told
 
     loss = torch.full((), 3.0, device="cuda")
-    told, end = _Told(loss), torch.cuda.Event()
+    told, end = Told(loss), torch.cuda.Event()
     torch.cuda._sleep(400_000_000)
     end.record()
     assert told.value() == 3.0
