@@ -12,7 +12,6 @@ import torch
 pytest.importorskip("triton")
 
 from gem_core.spec import RequestError
-from gem_kernels.common.hopper import launch as hopper_launch
 from gem_kernels.common.schedule import programs
 from gem_kernels.ops import limits
 from gem_kernels.ops.hstu_attention import hopper, launch
@@ -206,7 +205,7 @@ def test_blocks_line_up_with_tiles_and_fit_into_shared_memory(recorded, dim, v_d
 @ON_CPU
 def test_case_C05_more_items_than_the_kernels_count_are_refused(recorded):
     call, out = inputs()
-    with patch.object(hopper_launch, "MAX_ITEMS", 1), pytest.raises(RequestError, match="Split the batch"):
+    with patch.object(hopper, "MAX_ITEMS", 1), pytest.raises(RequestError, match="Split the batch"):
         hopper.forward(call, out)
     assert not recorded.forward
 

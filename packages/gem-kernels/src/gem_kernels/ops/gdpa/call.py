@@ -61,13 +61,6 @@ class Call(AttentionCall):
             self._over_tiles("forward", out=out)
         return out
 
-    def grads(self, dout: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of q, k and v, in the shapes they were given in: by one pass where it may and is faster, else by two."""
-        if self.backend == "gluon" and not self.nothing_to_do() and _hopper().in_one_pass(self):
-            dq, dk, dv = _hopper().grads(self, dout.contiguous())
-            return dq, dk.view(self.k_shape), dv.view(self.v_shape)
-        return self.query_grad(dout), *self.key_grad(dout)
-
     def query_grad(self, dout: Tensor) -> Tensor:
         """Gradient of q. A shared query gets one gradient a row, added in float32."""
         if self.nothing_to_do():

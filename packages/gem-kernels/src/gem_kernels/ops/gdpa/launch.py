@@ -95,25 +95,6 @@ def _forward(
     return _call(q, k, v, q_offsets, k_offsets, max_q, max_k, activation, scale, scale_after, window, backend).forward()
 
 
-@torch.library.custom_op("gem_kernels::gdpa_grad", mutates_args=())
-def _grad(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    q_offsets: Tensor | None,
-    k_offsets: Tensor | None,
-    max_q: int,
-    max_k: int,
-    activation: str,
-    scale: float,
-    scale_after: bool,
-    window: int | None,
-    backend: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return _call(q, k, v, q_offsets, k_offsets, max_q, max_k, activation, scale, scale_after, window, backend).grads(dout)
-
-
 @torch.library.custom_op("gem_kernels::gdpa_query_grad", mutates_args=())
 def _query_grad(
     dout: Tensor,
@@ -164,11 +145,6 @@ def _(q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor | None, k_offsets: Tens
     return q.new_empty((tokens, q.shape[1], v.shape[-1]))
 
 
-@_grad.register_fake
-def _(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-
-
 @_query_grad.register_fake
 def _(dout: Tensor, q: Tensor, *rest: Any) -> Tensor:
     return q.new_empty(q.shape)
@@ -186,8 +162,6 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 def _backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
     tensors = ctx.saved_tensors
-    if all(ctx.needs_input_grad[:3]):
-        return (*direct(_grad, dout, *tensors, *ctx.settings), *(None,) * 9)
     dq = dk = dv = None
     if ctx.needs_input_grad[0]:
         dq = direct(_query_grad, dout, *tensors, *ctx.settings)
@@ -234,9 +208,3 @@ def _forward_flops(
 def _backward_flops(dout: Tensor, *args: Any, **kwargs: Any) -> int:
     """Each pass has two of the four gradient products; the recomputed scores are not model FLOPs."""
     return _forward_flops(*args, **kwargs)
-
-
-@register_flop_formula(torch.ops.gem_kernels.gdpa_grad, get_raw=True)
-def _all_flops(dout: Tensor, *args: Any, **kwargs: Any) -> int:
-    """All four gradient products."""
-    return 2 * _forward_flops(*args, **kwargs)

@@ -4,9 +4,10 @@ from typing import Any
 
 from torch import Tensor
 
+from gem_core.spec import RequestError
 from gem_kernels.common import launcher
-from gem_kernels.common.hopper.launch import _aligned, _ragged, all_grads, factors, one_an_sm, one_pass_fits
-from gem_kernels.common.schedule import Layout, Tiles, tiles
+from gem_kernels.common.hopper.launch import MAX_ITEMS, _aligned, _ragged
+from gem_kernels.common.schedule import Layout, programs, tiles
 from gem_kernels.ops.gdpa.call import kernel_activation
 from gem_kernels.ops.hstu_attention.hopper_forward import forward_kernel
 from gem_kernels.ops.hstu_attention.hopper_key_grad import key_grad_kernel
@@ -32,13 +33,6 @@ def forward(inputs: Any, out: Tensor) -> None:
 def grad(inputs: Any, dout: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v of a call that has something to do; ``inputs`` as in ``launch``."""
     q, k, v, dout = _aligned(inputs.q), _aligned(inputs.k), _aligned(inputs.v), _aligned(dout.contiguous())
-    if one_pass_fits(q, k, v, inputs.window, inputs.max_length):
-        found, activation = _tiles(inputs), kernel_activation("silu", q.dtype)
-        k_factor, v_factor = factors(activation, inputs.scale, after=False)
-        return all_grads(
-            "hstu_attention", (q, k, v, dout), found, found, inputs.rows, scale=inputs.scale, k_factor=k_factor * inputs.norm,
-            v_factor=v_factor * inputs.norm, ACTIVATION=activation, AFTER=False, CAUSAL=inputs.causal,
-        )  # fmt: skip
     dq, dk, dv = (t.new_empty(t.shape) for t in (q, k, v))
     block, stages = _streamed("grad", q, v)
     read = {"q_desc": _ragged(q, HALF), "do_desc": _ragged(dout, HALF), "k_desc": _ragged(k, HALF), "v_desc": _ragged(v, HALF)}
@@ -57,17 +51,15 @@ def _streamed(direction: str, q: Tensor, v: Tensor) -> tuple[int, int]:
     return block, stages[64 if max(q.shape[-1], v.shape[-1]) <= 64 else 128]
 
 
-def _tiles(inputs: Any) -> Tiles:
-    """Queries and keys have the same rows, so that one list serves all passes."""
-    tokens, longest = inputs.q.shape[0], inputs.max_length
-    return tiles(Layout(inputs.offsets, inputs.offsets, inputs.rows, longest, longest, tokens, tokens, inputs.q.device), "q", TILE)
-
-
 def _over_tiles(kernel: Any, inputs: Any, read: tuple[Tensor, Tensor, Tensor], **arguments: Any) -> None:
-    """Launch one program on each SM over the tiles times the heads."""
+    """Launch one program on each SM over the tiles times the heads. Queries and keys have the same rows, so that one list serves all passes."""
     q, k, v = read
-    heads, found = q.shape[1], _tiles(inputs)
-    grid = one_an_sm("hstu_attention", found, heads, q.device)
+    tokens, heads = q.shape[:2]
+    longest = inputs.max_length
+    found = tiles(Layout(inputs.offsets, inputs.offsets, inputs.rows, longest, longest, tokens, tokens, q.device), "q", TILE)
+    if found.bound * heads > MAX_ITEMS:
+        raise RequestError(f"hstu_attention of {found.bound} tiles and {heads} heads", f"the kernel counts to {MAX_ITEMS}", "Split the batch.")
+    grid = programs(found.bound * heads, 1, q.device, persistent=True)
     given = {
         "records": found.records, "count": found.count, "heads": heads, "scale": inputs.scale, "window": inputs.window or 0,
         "q_head": q.stride(1), "k_head": k.stride(1), "v_head": v.stride(1), "D": q.shape[-1], "V": v.shape[-1],

@@ -40,14 +40,6 @@ class Call(AttentionCall):
             self._over_tiles("forward", out=out, lse=lse)
         return out, lse
 
-    def grads(self, dout: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of q, k and v: by one pass where it may and is faster, else by two."""
-        if self.backend == "gluon" and not self.nothing_to_do() and _hopper().in_one_pass(self):
-            dq, dk, dv = _hopper().grads(self, dout.contiguous(), out=out, lse=lse)
-            return dq, dk, dv
-        dq, delta = self.query_grad(dout, out, lse)
-        return dq, *self.key_grad(dout, delta, lse)
-
     def query_grad(self, dout: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
         """Gradient of q, and delta ``[heads, out_tokens]`` float32, the sum of ``dout * out`` over a head.
 

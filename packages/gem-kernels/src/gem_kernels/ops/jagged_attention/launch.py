@@ -97,27 +97,6 @@ def _forward(
     return _call(q, k, v, q_offsets, k_offsets, bias, max_q, max_k, scale, causal, window, backend).forward()
 
 
-@torch.library.custom_op("gem_kernels::jagged_attention_grad", mutates_args=())
-def _grad(
-    dout: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    q_offsets: Tensor | None,
-    k_offsets: Tensor,
-    bias: Tensor | None,
-    max_q: int,
-    max_k: int,
-    scale: float,
-    causal: bool,
-    window: int | None,
-    backend: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return _call(q, k, v, q_offsets, k_offsets, bias, max_q, max_k, scale, causal, window, backend).grads(dout, out, lse)
-
-
 @torch.library.custom_op("gem_kernels::jagged_attention_query_grad", mutates_args=())
 def _query_grad(
     dout: Tensor,
@@ -192,11 +171,6 @@ def _(q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor | None, k_offsets: Tens
     return q.new_empty((tokens, q.shape[1], v.shape[-1])), q.new_empty((q.shape[1], tokens), dtype=torch.float32)
 
 
-@_grad.register_fake
-def _(dout: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-
-
 @_query_grad.register_fake
 def _(dout: Tensor, out: Tensor, lse: Tensor, q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     return q.new_empty(q.shape), lse.new_empty(lse.shape)
@@ -231,8 +205,6 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 def _backward(ctx: Any, dout: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     *tensors, out, lse = ctx.saved_tensors
-    if all(ctx.needs_input_grad[:3]) and not ctx.needs_input_grad[5]:
-        return (*direct(_grad, dout, out, lse, *tensors, *ctx.settings), *(None,) * 9)
     dq, delta = direct(_query_grad, dout, out, lse, *tensors, *ctx.settings)
     dk = dv = dbias = None
     if ctx.needs_input_grad[1] or ctx.needs_input_grad[2]:
@@ -276,9 +248,3 @@ def _forward_flops(
 def _backward_flops(dout: Tensor, x: Tensor, lse: Tensor, *args: Any, **kwargs: Any) -> int:
     """Each pass has two of the four gradient products; the recomputed scores are not model FLOPs."""
     return _forward_flops(*args, **kwargs)
-
-
-@register_flop_formula(torch.ops.gem_kernels.jagged_attention_grad, get_raw=True)
-def _all_flops(dout: Tensor, out: Tensor, lse: Tensor, *args: Any, **kwargs: Any) -> int:
-    """All four gradient products."""
-    return 2 * _forward_flops(*args, **kwargs)
