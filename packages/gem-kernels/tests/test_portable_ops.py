@@ -133,15 +133,22 @@ def test_head_sizes_beyond_the_limit_are_refused(op, limit):
         draw(op, (3,), dim=limit + 1).call(kernel_of(op))
 
 
-@pytest.mark.parametrize(("op", "dtype"), [("add_norm", "fp32"), ("gated_residual", "bf16")])
-def test_what_no_gpu_has_shown_faster_is_taken_on_one_only_where_it_is_asked_for(op, dtype, monkeypatch):
-    (impl,) = [impl for impl in gem_kernel_impls() if impl.op == op and impl.backend == "triton"]
-    check, request = load_object(impl.check), KernelRequest(op=op, device="cuda", dtype=dtype, arch=90)
+@pytest.mark.parametrize(("op", "backend"), [("pooled_attention", "gluon"), ("gdpa", "gluon_fp8")])
+def test_what_no_gpu_has_shown_faster_is_taken_on_one_only_where_it_is_asked_for(op, backend, monkeypatch):
+    (impl,) = [impl for impl in gem_kernel_impls() if impl.op == op and impl.backend == backend]
+    check, request = load_object(impl.check), KernelRequest(op=op, device="cuda", dtype="bf16", arch=90, head_dim=128)
     monkeypatch.delenv(limits.UNMEASURED, raising=False)
     assert check(request) == ["no GPU has shown it right and faster yet; GEM_UNMEASURED=1 takes it all the same"]
     assert check(replace(request, device="interpreter", dtype="fp16")) == []
     monkeypatch.setenv(limits.UNMEASURED, "1")
     assert check(request) == []
+
+
+@pytest.mark.parametrize("op", ["add_norm", "gated_residual"])
+def test_passes_over_rows_wait_for_nothing(op, monkeypatch):
+    monkeypatch.delenv(limits.UNMEASURED, raising=False)
+    (impl,) = [impl for impl in gem_kernel_impls() if impl.op == op and impl.backend == "triton"]
+    assert load_object(impl.check)(KernelRequest(op=op, device="cuda", dtype="bf16", arch=90)) == []
 
 
 def test_pffn_waits_for_nothing(monkeypatch):

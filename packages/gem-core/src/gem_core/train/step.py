@@ -184,9 +184,11 @@ def _looking(learner: Learner, embedded: Mapping[str, Tensor], told: Told, batch
             raise _NotFinite
 
     handle = torch.autograd.graph.register_multi_grad_hook(vectors, look, mode="any")
-    with suppress(_NotFinite):
-        yield
-    handle.remove()
+    try:
+        with suppress(_NotFinite):
+            yield
+    finally:
+        handle.remove()
     _refuse_non_finite(learner, [told], [batch], step)
 
 
