@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from gem_core.ops.slot import KernelSlot
 from gem_core.spec import RequestError
 from gem_precision.policy import DEFAULT_ISLANDS, Policy, decisions
 
@@ -83,6 +84,21 @@ def test_small_counts_inputs_and_outputs(sizes: tuple[int, int], expected: str) 
 def test_norms_are_known_by_name_too(kit: Any) -> None:
     model = nn.ModuleDict({"final_norm": kit.spy(4), "norm2": kit.spy(4), "normal": kit.spy(4)})
     assert formats(Policy(), model) == {"final_norm": "fp32", "norm2": "fp32", "normal": "bf16"}
+
+
+class KernelNorm(nn.LayerNorm):
+    """A norm that hands its work to the op ``add_norm``."""
+
+    def __init__(self) -> None:
+        super().__init__(4)
+        self.slot = KernelSlot("add_norm", features=("layer", "affine"))
+
+
+def test_a_norm_of_a_kernel_keeps_its_statistics_itself_and_is_no_island_unless_a_user_names_it() -> None:
+    model = nn.ModuleDict({"norm": KernelNorm(), "other": KernelNorm(), "features": nn.Sequential(KernelNorm()), "plain_norm": nn.LayerNorm(4)})
+    assert formats(Policy(), model) == {"norm": "bf16", "other": "bf16", "features.0": "fp32", "plain_norm": "fp32"}
+    assert "float32" in reasons(Policy(), model)["norm"]
+    assert formats(Policy(["other"]), model) == {"norm": "bf16", "other": "fp32", "features.0": "bf16", "plain_norm": "fp32"}
 
 
 def test_a_look_up_is_not_called_bf16() -> None:

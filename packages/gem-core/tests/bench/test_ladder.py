@@ -1,8 +1,10 @@
 """The ladder: what each rung changes, that one which cannot be says why, and that its figures are those of the batches."""
 
 import csv
+import gc
 import json
 import time
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -213,7 +215,26 @@ def test_steps_that_compile_are_not_measured(
     assert (found.note, quiet.note) == (note, "")
     assert found.ne == quiet.ne  # of the same batches
     assert len(seen) == before + 6
-    assert all(one is other for one, other in zip(counted, seen[before:], strict=True))
+    assert all(one is other for one, other in zip(counted[-6:], seen[before:], strict=True))
+
+
+def test_batches_of_measured_steps_are_not_kept(alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who holds them makes the feed ask for new page-locked memory at each step."""
+    take = step_module.take
+    labels: list[weakref.ref[Any]] = []
+    alive: list[int] = []
+
+    def watched(run: Any, *what: Any) -> Any:
+        work = take(run, *what)
+        labels.append(weakref.ref(next(iter(work.batches[0].labels.values()))))
+        gc.collect()
+        alive.append(sum(label() is not None for label in labels))
+        return work
+
+    monkeypatch.setattr(step_module, "take", watched)
+    figures_of(tmp_path)
+    assert len(labels) >= 8
+    assert max(alive) <= 3
 
 
 def test_gradients_of_the_last_step_are_looked_at_too(alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -87,8 +87,10 @@ class Policy:
             named = next((reason for pattern, reason in DEFAULT_ISLANDS.items() if fnmatchcase(name, pattern)), None)
         else:
             named = next((f"named by the pattern {pattern!r}" for pattern in self.islands if fnmatchcase(name, pattern)), None)
-        if named is not None:
+        if named is not None and not (norm_of_kernel(module) and self.islands is None):
             return named
+        if norm_of_kernel(module):
+            return None
         kind = next((reason for types, reason in _KINDS if isinstance(module, types)), None)
         if kind is not None:
             return kind
@@ -131,6 +133,8 @@ def _outside(module: nn.Module) -> tuple[str, str]:
     """Format and reason of a leaf module that is in no island."""
     if isinstance(module, nn.Embedding | nn.EmbeddingBag):
         return "fp32", "a look-up gives weights as they are"
+    if norm_of_kernel(module):
+        return "bf16", "a norm by a kernel: its sum and statistics are float32 in every backend, and rounded once"
     if any(True for _ in module.parameters(recurse=False)):
         return "bf16", "matmuls under autocast; the weights are kept in float32"
     return "input", "has no weights and computes in the format of its input"
@@ -140,6 +144,11 @@ def reads_children(module: nn.Module) -> bool:
     """Whether ``module`` hands its children's weights to a kernel: the children's ``forward`` never runs, so only the whole can be an island."""
     slots = (value for value in vars(module).values() if isinstance(value, KernelSlot))
     return isinstance(module, nn.MultiheadAttention) or any(slot.op == "norm_linear" for slot in slots)
+
+
+def norm_of_kernel(module: nn.Module) -> bool:
+    """Whether ``module`` norms by the op ``add_norm``, whose contract keeps sum and statistics in float32: tensors around it need not be."""
+    return any(isinstance(value, KernelSlot) and value.op == "add_norm" for value in vars(module).values())
 
 
 def _join(name: str, inner: str) -> str:

@@ -137,10 +137,16 @@ class _Walk:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Window:
-    """Measured steps: how many came before, what each had to do, seconds of all together, and what the ledger says of them."""
+    """Measured steps: how many came before, rows, events and FLOPs of all together, their seconds, and what the ledger says of them.
+
+    Their batches are not kept: while somebody holds them, each new one needs page-locked memory of its own, and asking for that stops the GPU.
+    """
 
     before: int
-    done: list[Work]
+    steps: int
+    rows: int
+    tokens: int
+    flops: StepFlops
     seconds: float
     told: dict[str, Any]
 
@@ -153,14 +159,17 @@ class _Window:
             torch.cuda.reset_peak_memory_stats(device)
         ledger.close_window(over=True)
         ledger.begin(before)
-        done: list[Work] = []
+        rows, tokens, flops = 0, 0, StepFlops()
         begun = time.perf_counter()
-        while len(done) < steps:
-            done.append(walk.step())
+        for _ in range(steps):
+            work = walk.step()
+            rows, tokens = rows + work.rows, tokens + load_of(work.batches)[0]
+            flops = sum((run_flops(walk.run, batch) for batch in work.batches), flops)
             if walk.compiled > before and before < most:
                 return None
         finish(device)
-        return cls(before=before, done=done, seconds=time.perf_counter() - begun, told=ledger.close_window(over=True))
+        seconds = time.perf_counter() - begun
+        return cls(before=before, steps=steps, rows=rows, tokens=tokens, flops=flops, seconds=seconds, told=ledger.close_window(over=True))
 
 
 def _note(walk: _Walk, window: _Window, warmup: int) -> str:
@@ -188,12 +197,11 @@ def take(run: Run, feed: Feed, work: Work) -> Work:
 
 
 def _figures(run: Run, window: _Window, *, ne: float | None, note: str) -> StepFigures:
-    device, done, whole, told = run.world.device, window.done, window.seconds, window.told
-    flops = sum((run_flops(run, batch) for work in done for batch in work.batches), StepFlops())
+    device, flops, whole, told = run.world.device, window.flops, window.seconds, window.told
     peak = unit_peak("bf16", device).flops_per_second
     return StepFigures(
-        samples_per_s=sum(work.rows for work in done) / whole,
-        tokens_per_s=sum(load_of(work.batches)[0] for work in done) / whole,
+        samples_per_s=window.rows / whole,
+        tokens_per_s=window.tokens / whole,
         ms=1e3 * told["p50"],
         model_tflops=flops.model / whole / 1e12,
         mfu_bf16=flops.model / whole / peak,
@@ -201,7 +209,7 @@ def _figures(run: Run, window: _Window, *, ne: float | None, note: str) -> StepF
         hfu=flops.hardware / whole / peak,
         peak_gib=torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else None,
         ne=ne,
-        steps=len(done),
+        steps=window.steps,
         ms_p99=1e3 * told["p99"],
         data_share=sum(told["parts"].get(part, 0.0) for part in (DATA, IDS, COPY)) / told["step"],
         first_step_s=run.first_step_seconds,

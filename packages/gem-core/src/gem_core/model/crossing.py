@@ -3,8 +3,11 @@
 import torch
 from torch import Tensor, nn
 
-from gem_core.model.layers import AddNorm, Mlp, TokenMix, pair_width
+from gem_core.model.layers import AddNorm, Mlp, TokenMix, compute_dtype, pair_width
 from gem_core.ops.products import own_flops
+
+ALIGNED = 8
+"""Columns are added to a matrix in such numbers: matmuls in 16 bits are fast where rows are multiples of 16 bytes."""
 
 
 class WeightGen(nn.Module):
@@ -30,7 +33,8 @@ class KeyValues(nn.Module):
     """Keys ``K = W1(sources)`` and values ``V = W2(sources)`` of one sequence group, generated for each row.
 
     Every source token gives ``per_token`` pairs, so a row has ``sources * per_token`` of them: the hidden units of its own feed-forward network. A
-    learned part that all rows share is added, so the network is an ordinary one plus what the row changes.
+    learned part that all rows share is added, so the network is an ordinary one plus what the row changes. The matmul adds it, as further columns of
+    its matrix that the place of a source picks: pairs are the largest tensors of a row, and an addition would read and write them once more.
 
     ``[rows, sources, dim] -> two of [rows, keys, heads, head_dim]``.
     """
@@ -54,11 +58,22 @@ class KeyValues(nn.Module):
             nn.init.normal_(self.shared[i], std=scale)
 
     def forward(self, sources: Tensor) -> tuple[Tensor, Tensor]:
-        _, _, heads, head_dim = self.shape
-        made = [nn.functional.linear(sources, weight).view(-1, self.keys, heads, head_dim) for weight in self.weight]
-        # a float32 part would widen all rows' pairs
-        return made[0] + self.shared[0].to(made[0].dtype), made[1] + self.shared[1].to(made[1].dtype)
+        count, _, heads, head_dim = self.shape
+        dtype, extra = compute_dtype(sources), -(-count // ALIGNED) * ALIGNED
+        place = torch.eye(count, extra, dtype=dtype, device=sources.device).expand(sources.shape[0], -1, -1)
+        joined = torch.cat([sources.to(dtype), place], dim=-1)
+        matrices = (
+            torch.cat([weight.to(dtype), _columns(shared.to(dtype), count, extra)], dim=1) for weight, shared in zip(self.weight, self.shared)
+        )
+        key, value = (nn.functional.linear(joined, matrix).view(-1, self.keys, heads, head_dim) for matrix in matrices)
+        return key, value
 
     def flops(self, rows: int) -> int:
+        """Those of the generated part; the columns that add the shared one are no work of the model."""
         _, width, dim = self.weight.shape
         return own_flops(self, rows * self.shape[0] * 2 * pair_width(width, dim))
+
+
+def _columns(shared: Tensor, sources: int, width: int) -> Tensor:
+    """What each source adds to its pairs as a column, zeros last: ``[pairs, heads, head_dim] -> [pairs / sources * heads * head_dim, width]``."""
+    return nn.functional.pad(shared.view(sources, -1).t(), (0, width - sources))
