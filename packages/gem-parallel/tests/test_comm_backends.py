@@ -16,7 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from gem_core.spec import MachineError, RequestError, Tier, Topology, load_object
 from gem_parallel import plugin
-from gem_parallel.comm import bench, cli
+from gem_parallel.comm import bench, cli, plot
 from gem_parallel.comm.backends import NAMES, RESERVED, Here, require, set_environment, why_not
 from gem_parallel.comm.occupancy import free_blocks
 from gem_parallel.comm.transport import CopyEngineGather
@@ -180,7 +180,9 @@ def test_one_process_cannot_measure(monkeypatch: pytest.MonkeyPatch) -> None:
         bench.open_group()
 
 
-@pytest.mark.parametrize(("words", "match"), [({"backend": ["nvls"]}, "--backend nvls"), ({"size": [12]}, "--size 12")])
+@pytest.mark.parametrize(
+    ("words", "match"), [({"backend": ["nvls"]}, "--backend nvls"), ({"size": [12]}, "--size 12"), ({"plot": Path("p.png")}, "--plot p.png")]
+)
 def test_wrong_words_are_refused_before_any_work(words: dict[str, Any], match: str) -> None:
     with pytest.raises(RequestError, match=match):
         cli.comm(**words)
@@ -193,6 +195,18 @@ def test_rows_are_appended_to_a_file(tmp_path: Path) -> None:
     rows = list(csv.DictReader(file.open()))
     assert [row["bytes"] for row in rows] == ["1", "2"]
     assert set(rows[0]) == set(cli.FIELDS)
+
+
+def test_a_plot_has_every_way_and_what_it_costs(tmp_path: Path) -> None:
+    about = {"ranks": 2, "device": "a GPU", "tier": "host"}
+    ways = [{**about, "what": "all_gather", "backend": backend} for backend in ("default", "copy_engine")]
+    rows = [{**way, "bytes": 1 << n, "gbps": 1.0 * n} for way in ways for n in (20, 22)]
+    rows += [{**way, "bytes": 1 << 22, "slowdown_pct": 3.0, "sms": sms} for way, sms in zip(ways, (24, 0), strict=True)]
+    plot.draw(tmp_path / "new" / "comm.svg", [*rows, {**about, "what": "-", "backend": "low_cta", "note": "it needs CUDA"}])
+    svg = (tmp_path / "new" / "comm.svg").read_text()
+    for text in ("all_gather default, host", "all_gather copy_engine, host, 0 SMs", "all_gather default, host, 24 SMs", "2 ranks on a GPU"):
+        assert f"<!-- {text}" in svg or text in svg, text
+    assert "low_cta" not in svg
 
 
 def test_the_command_is_declared() -> None:
@@ -210,6 +224,7 @@ def test_two_ranks_measure(tmp_path: Path) -> None:
     env = {**os.environ, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
     env["CUDA_VISIBLE_DEVICES"] = ""
     words = [sys.executable, "-m", "gem_core", "bench", "comm", "--size", "65536", "--repeats", "1", "--csv", str(tmp_path / "comm.csv")]
+    words += ["--plot", str(tmp_path / "comm.svg")]
     ranks = [
         subprocess.Popen(words, env={**env, "RANK": str(r), "LOCAL_RANK": str(r)}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         for r in range(2)
@@ -225,6 +240,7 @@ def test_two_ranks_measure(tmp_path: Path) -> None:
         assert float(row["slowdown_pct"]) == pytest.approx(100 * (float(row["overlapped_ms"]) / float(row["gemm_ms"]) - 1))
     assert {row["backend"] for row in rows if row["note"].startswith("it needs CUDA")} == {"low_cta", "copy_engine"}
     assert "all_gather" in outputs[0]
+    assert "<svg" in (tmp_path / "comm.svg").read_text()
     assert "all_gather" not in outputs[1], "only the first rank prints"
 
 

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -140,8 +141,19 @@ def test_parts_of_a_row_by_hand(tmp_path: Path) -> None:
     want = {"local_ms": 12.0, "exposed_ms": 5.0, "wait_ms": 2.0, "data_ms": 1.0, "ms": 20.0, "ms_p99": 40.0, "predicted_ms": 15.0, "error_pct": -25.0}
     assert {name: row[name] for name in want} == pytest.approx(want)
     assert read.exposed() == pytest.approx({"dense: weights": 4.0, "host values": 1.0})
+    assert row["exposed_by"] == "dense: weights 4.00; host values 1.00"
     assert (row["note"], row["device"], row["torch"]) == ("a; b", "a CPU", "2.13")
     assert (read.rows, read.flops_per_row) == (64, 3e6)
+
+
+def test_what_was_exposed_is_added_up_over_blocks() -> None:
+    sent = {"dense: weights of layers.0": 1.0, "tables: ask": 2.0, "dense: weights of layers.1": 1.25, "dense: gradients of layers.0": 0.0}
+    parts = {"forward": 9.0, "agree": 0.5} | {f"exchange: {name}": ms for name, ms in sent.items()}
+    told = replace(figures(2, 10.0), parts=parts).exposed_by()
+    assert told == "dense: weights 2.25; tables: ask 2.00; host values 0.50"
+    assert sum(float(part.rpartition(" ")[2]) for part in told.split("; ")) == pytest.approx(
+        sum(replace(figures(2, 10.0), parts=parts).exposed().values())
+    )
 
 
 def test_a_run_that_ended_early_has_no_figures(tmp_path: Path) -> None:

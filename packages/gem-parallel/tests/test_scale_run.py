@@ -25,11 +25,11 @@ def test_two_ranks_beside_one(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     one, two = csv.DictReader((tmp_path / "r.csv").open())
     for row in (one, two):
-        assert all(value for name, value in row.items() if name != "note"), row
+        assert all(value for name, value in row.items() if name not in ("note", "exposed_by")), row
         assert "no prediction" not in row["note"]
         own, blocked = float(row["local_ms"]), float(row["exposed_ms"]) + float(row["wait_ms"])
         assert own > 0
-        assert (blocked > 0) == (row["ranks"] == "2")
+        assert (blocked > 0) == (row["ranks"] == "2") == ("dense: weights " in row["exposed_by"])
         assert float(row["mfu"]) == pytest.approx(float(row["local_mfu"]) * float(row["scaling_ratio"]))
     assert float(one["scaling_ratio"]) == 1.0
     parts = json.loads((tmp_path / "runs/ranks-2/fsdp/result.json").read_text())["figures"]["parts"]

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from gem_core.spec import RequestError
+from gem_parallel.charts import check_name
 from gem_parallel.comm.backends import NAMES
 
 FIELDS = (
@@ -23,6 +24,7 @@ def comm(
     ] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Timed calls of each kind; the median counts.")] = 10,
     csv_file: Annotated[Path | None, typer.Option("--csv", help="Append the rows to this file.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw bandwidth, and what products beside collectives lose, into this .svg file.")] = None,
 ) -> None:
     """All-gather and reduce-scatter by backend, size and tier; what they cost a GEMM that runs beside them; SMs they take. Start it with torchrun."""
     for name in backend or ():
@@ -31,14 +33,21 @@ def comm(
     for count in size or ():
         if count < 1024:
             raise RequestError(f"gem bench comm --size {count}", "smaller than 1024 bytes it cannot be divided", "Give bytes of a whole tensor.")
+    check_name("gem bench comm", plot)
     from gem_parallel.comm.bench import measure_all
 
-    for number, row in enumerate(measure_all(backends=backend or list(NAMES), sizes=size, repeats=repeats)):
-        if not number:
+    rows: list[dict[str, Any]] = []
+    for row in measure_all(backends=backend or list(NAMES), sizes=size, repeats=repeats):
+        if not rows:
             print(*(f"{field:>{width}}" for field, width in _SHOWN.items()))
         print(*(f"{_shown(row.get(field, '')):>{width}}" for field, width in _SHOWN.items()), row.get("note", ""), flush=True)
         if csv_file is not None:
             append(csv_file, row)
+        rows.append(row)
+    if plot is not None and rows:  # of the first rank alone
+        from gem_parallel.comm.plot import draw
+
+        draw(plot, rows)
 
 
 def _shown(value: Any) -> str:

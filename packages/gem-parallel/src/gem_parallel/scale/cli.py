@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from gem_core.spec import MachineError, RequestError, RunFailed
+from gem_parallel.charts import check_name
 from gem_parallel.scale.figures import FIELDS
 from gem_parallel.scale.layouts import LAYOUTS
 from gem_parallel.scale.runs import Bench, configuration
@@ -47,8 +48,7 @@ def scale(
 ) -> None:
     """Train a recipe on 1, 2, 4 ... ranks in several layouts: samples a second, where a step goes, MFU, and what the cost model predicted."""
     ranks, layouts = rank_counts(gpus), known_layouts(layout or list(LAYOUTS))
-    if plot is not None and plot.suffix != ".svg":
-        raise RequestError(f"gem bench scale --plot {plot}", "it is drawn as SVG", "Give the file a name that ends in .svg.")
+    check_name("gem bench scale", plot)
     config = configuration(recipe, overrides or [])
     folder = (out or Path("runs") / f"scale-{Path(recipe).stem}").resolve()
     bench = Bench(recipe=recipe, sets=tuple(overrides or ()), config=config, steps=steps, weak=scaling == "weak", device=device, folder=folder)

@@ -15,7 +15,7 @@ from gem_core.spec import RunFailed
 
 FIELDS = (
     *("date", "device", "torch", "ranks", "recipe", "layout", "scaling", "samples_per_s", "ms", "ms_p99", "local_ms", "exposed_ms", "wait_ms"),
-    *("data_ms", "mfu", "local_mfu", "scaling_ratio", "predicted_ms", "error_pct", "note"),
+    *("data_ms", "exposed_by", "mfu", "local_mfu", "scaling_ratio", "predicted_ms", "error_pct", "note"),
 )
 """Columns of the results file; docs/parallelism.md says what each holds."""
 LOCAL = ("forward", "backward", "optimiser", "tables")
@@ -67,6 +67,14 @@ class Figures:
         found = {name.removeprefix(EXCHANGE): ms for name, ms in self.parts.items() if name.startswith(EXCHANGE) and ms}
         return {**found, **({"host values": self.parts[AGREE]} if self.parts.get(AGREE) else {})}
 
+    def exposed_by(self) -> str:
+        """``exposed`` in words, by what was sent, the longest first: collectives that differ in their block alone are added up."""
+        sums: dict[str, float] = {}
+        for name, ms in self.exposed().items():
+            kind = name.partition(" of ")[0]
+            sums[kind] = sums.get(kind, 0.0) + ms
+        return "; ".join(f"{kind} {ms:.2f}" for kind, ms in sorted(sums.items(), key=lambda item: -item[1]))
+
 
 def read_run(run: Path, steps: int) -> Figures:
     """The figures of a run folder whose steps were logged in two windows of ``steps``.
@@ -115,6 +123,7 @@ def row_of(about: Mapping[str, Any], figures: Figures, base: Figures | None, pre
         "exposed_ms": sum(figures.exposed().values(), 0.0),
         "wait_ms": figures.parts.get(WAIT, 0.0),
         "data_ms": figures.parts.get(DATA, 0.0),
+        "exposed_by": figures.exposed_by(),
         "note": "; ".join(notes),
     }
     if base is not None:

@@ -1,13 +1,11 @@
-"""The results as a picture. Matplotlib comes with gem-core."""
+"""The results as a picture."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from gem_parallel.charts import COLOURS, INK, save
 from gem_parallel.scale.figures import LOCAL
-
-INK, GRID = "#334155", "#e2e8f0"
-COLOURS = ("#2563eb", "#ea580c", "#059669", "#9333ea", "#dc2626", "#0891b2", "#ca8a04", "#64748b")
 
 
 def draw(path: Path, rows: Sequence[Mapping[str, Any]], details: Sequence[Mapping[str, Any]]) -> None:
@@ -36,13 +34,7 @@ def draw(path: Path, rows: Sequence[Mapping[str, Any]], details: Sequence[Mappin
     left.set_xlabel("ranks", color=INK)
     left.set_title("Samples a second", color=INK, fontsize=10)
     _stack(right, ran)
-    for axes in (left, right):
-        axes.grid(color=GRID, linewidth=0.8)
-        axes.set_axisbelow(True)
-        axes.tick_params(colors=INK, labelsize=8)
-        axes.legend(frameon=False, fontsize=7, labelcolor=INK)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, format="svg", metadata={"Date": None})
+    save(figure, (left, right), path)
 
 
 def _stack(axes: Any, ran: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> None:
