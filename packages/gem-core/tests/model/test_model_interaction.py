@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,8 +14,8 @@ from gem_core.model.experts import CrossExpert, DeepExpert, Ensemble, LinearExpe
 from gem_core.model.heads import Heads
 from gem_core.model.layers import AddNorm, Mlp, NormLinear, TokenMix, pick
 from gem_core.model.options import CrossOptions, DeepOptions, HeadOptions, LinearOptions, SequenceOptions, WukongOptions
-from gem_core.model.pooling import SeedPooling, SumKronLinear
-from gem_core.model.sequence import Events
+from gem_core.model.pooling import Asked, SeedPooling, SumKronLinear
+from gem_core.model.sequence import Events, PersonalFfn, SelfAttention
 from gem_core.spec import RequestError
 
 LENGTHS = [3, 0, 5, 1]
@@ -42,6 +43,26 @@ class TestPooling:
         torch.testing.assert_close(layer(x), want)
         assert sum(p.numel() for p in layer.parameters()) == 2 * (4 * 3 + 5 * 6)
         assert layer.flops(7) == 7 * 2 * 2 * (3 * 4 * 5 + 3 * 5 * 6)
+
+    @pytest.mark.parametrize(("seeds", "rows"), [(3, 4), (1, 1), (2, 0)])
+    def test_seeds_stand_before_each_rows_queries(self, seeds: int, rows: int) -> None:
+        shared, mine = (
+            torch.randn(seeds, 2, 3, dtype=torch.float64, requires_grad=True),
+            torch.randn(rows, 2, 2, 3, dtype=torch.float64, requires_grad=True),
+        )
+        asked: Any = Asked.apply
+        assert torch.equal(asked(shared, mine), torch.cat([shared.expand(rows, -1, -1, -1), mine], dim=1))
+        assert torch.autograd.gradcheck(asked, (shared, mine))
+
+    def test_linear_maps_of_events_without_bias(self) -> None:
+        options = SequenceOptions(dim=8, heads=2, seeds=3, bias=False, rope="off")
+        layers = [SeedPooling(2, 6, options), PersonalFfn(2, 6, options), SelfAttention(options, 9)]
+        biases = [name for layer in layers for name, _ in layer.named_parameters() if name.endswith("bias")]
+        assert biases == ["fold.bias", "norm.bias", "query.bias", "found.bias"]  # of maps of rows
+        pooling, feed_forward, attention = layers
+        events = make_events()
+        assert attention(events).shape == feed_forward(events, torch.randn(4, 2, 6)).shape == (9, 8)
+        assert pooling(events, torch.randn(4, 2, 6)).shape == (4, 5, 6)
 
     @pytest.mark.parametrize(("seeds", "queries", "folded"), [(3, 2, None), (3, 0, None), (0, 2, None), (3, 2, 2), (3, 0, 5)])
     def test_against_a_loop(self, seeds: int, queries: int, folded: int | None) -> None:

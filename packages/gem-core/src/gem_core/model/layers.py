@@ -102,13 +102,14 @@ class NormLinear(nn.Module):
         where: ``before`` or ``after`` the matmul. After it the norm has a learned gain; before it the matrix holds that gain.
         residual: whether calls add a residual before the norm (``after`` only).
         norm: ``rms`` or ``layer``.
+        bias: whether the linear map has one.
     """
 
-    def __init__(self, dim: int, out: int, *, where: str = "before", residual: bool = False, norm: str = "rms") -> None:
+    def __init__(self, dim: int, out: int, *, where: str = "before", residual: bool = False, norm: str = "rms", bias: bool = True) -> None:
         super().__init__()
         self.where, self.dim, self.out, self.norm = where, dim, out, norm
         self.weight = nn.Parameter(torch.empty(out, dim))
-        self.bias = nn.Parameter(torch.empty(out))
+        self.bias = nn.Parameter(torch.empty(out)) if bias else None
         self.gain = nn.Parameter(torch.empty(out)) if where == "after" else None
         features = [norm, where, *(["affine"] if where == "after" else []), *(["residual"] if residual else [])]
         self.slot = KernelSlot("norm_linear", features=tuple(features))
@@ -117,7 +118,8 @@ class NormLinear(nn.Module):
     def reset_parameters(self) -> None:
         bound = self.dim**-0.5
         nn.init.uniform_(self.weight, -bound, bound)
-        nn.init.uniform_(self.bias, -bound, bound)
+        if self.bias is not None:
+            nn.init.uniform_(self.bias, -bound, bound)
         if self.gain is not None:
             nn.init.ones_(self.gain)
 
@@ -125,7 +127,7 @@ class NormLinear(nn.Module):
         dtype = compute_dtype(x)
         gain = None if self.gain is None else self.gain.to(dtype)
         residual = None if residual is None else residual.to(dtype)
-        weight, bias = self.weight.to(dtype), self.bias.to(dtype)
+        weight, bias = self.weight.to(dtype), None if self.bias is None else self.bias.to(dtype)
         out: Tensor = self.slot(x.to(dtype), weight, bias, norm=self.norm, where=self.where, gamma=gain, residual=residual)
         return out
 

@@ -71,6 +71,8 @@ class SequenceOptions(Options):
     """Tokens that the seeds are folded into by SumKronLinear; None keeps one a seed."""
     kron_rank: Width = 2
     norm: Literal["rms", "layer"] = "rms"
+    bias: bool = True
+    """Of the linear maps of events. Each bias costs a pass over all events in backward; many large transformers have none."""
     dropout: Rate = 0.0
 
 

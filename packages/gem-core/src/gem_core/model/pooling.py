@@ -1,5 +1,7 @@
 """Hierarchical seed pooling: a few tokens from a long history (HSP and SumKronLinear of Kunlun, arXiv 2602.10016)."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -39,6 +41,25 @@ class SumKronLinear(nn.Module):
         return own_flops(self, rows * rank * (dim * pair_width(tokens_in, tokens_out) + tokens_out * pair_width(dim, out)))
 
 
+class Asked(torch.autograd.Function):
+    """The seeds before each row's own queries: ``[seeds, ...], [rows, queries, ...] -> [rows, seeds + queries, ...]``.
+
+    ``torch.cat`` of expanded seeds gives the same and takes several times as long on a GPU, where it moves repeated elements one by one.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, seeds: Tensor, mine: Tensor) -> Tensor:
+        ctx.seeds = len(seeds)
+        out = mine.new_empty((mine.shape[0], len(seeds) + mine.shape[1], *mine.shape[2:]))
+        out[:, : len(seeds)] = seeds
+        out[:, len(seeds) :] = mine
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        return grad[:, : ctx.seeds].sum(0), grad[:, ctx.seeds :]
+
+
 class SeedPooling(nn.Module):
     """``H``: learned seeds and per-row queries attend to a group's events.
 
@@ -52,7 +73,7 @@ class SeedPooling(nn.Module):
     def __init__(self, queries: int, dim: int, options: SequenceOptions) -> None:
         super().__init__()
         self.heads, self.head_dim, self.seed_count, self.queries = options.heads, options.dim // options.heads, options.seeds, queries
-        self.key_value = NormLinear(options.dim, 2 * options.dim, norm=options.norm)
+        self.key_value = NormLinear(options.dim, 2 * options.dim, norm=options.norm, bias=options.bias)
         folded = options.pooled_tokens or options.seeds
         self.tokens = (folded if options.seeds else 0) + queries
         self.seeds: nn.Parameter | None = None
@@ -77,8 +98,7 @@ class SeedPooling(nn.Module):
         asked: Tensor | None = self.seeds
         if self.queries:
             mine = self.query(queries).unflatten(-1, (self.heads, self.head_dim))
-            shared = () if self.seeds is None else (self.seeds.to(mine.dtype).expand(mine.shape[0], -1, -1, -1),)
-            asked = torch.cat([*shared, mine], dim=1)
+            asked = mine if self.seeds is None else Asked.apply(self.seeds.to(mine.dtype), mine)  # type: ignore[no-untyped-call]
         q, k, v = together(asked, key, value)  # type: ignore[arg-type]
         found = self.slot(q, k, v, events.offsets, max_k=events.max_length).flatten(2)
         # no calls of layers inside those of `append`: where a layer cuts a compiled block, the bound method would be compiled for at each call

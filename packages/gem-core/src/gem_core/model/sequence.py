@@ -188,8 +188,8 @@ class PersonalFfn(nn.Module):
         self.project = options.pffn == "gdpa"
         act = f"act_{options.activation}"
         if self.project:
-            self.query = NormLinear(options.dim, options.dim, norm=options.norm)
-            self.out = nn.Linear(options.dim, options.dim)
+            self.query = NormLinear(options.dim, options.dim, norm=options.norm, bias=options.bias)
+            self.out = nn.Linear(options.dim, options.dim, bias=options.bias)
             self.slot = KernelSlot("gdpa", head_dim=self.head_dim, features=("dense_kv", act))
         else:
             self.slot = KernelSlot("pffn", head_dim=self.head_dim, features=(act,))
@@ -221,8 +221,8 @@ class SelfAttention(nn.Module):
         self.heads, self.head_dim, self.block = options.heads, options.dim // options.heads, options.block
         self.blocks = options.attention == "block"
         self.window = None if options.window is None or options.window >= longest - 1 else options.window
-        self.qkv = NormLinear(options.dim, 3 * options.dim, norm=options.norm)
-        self.out = nn.Linear(options.dim, options.dim)
+        self.qkv = NormLinear(options.dim, 3 * options.dim, norm=options.norm, bias=options.bias)
+        self.out = nn.Linear(options.dim, options.dim, bias=options.bias)
         self.dropout = nn.Dropout(options.dropout)
         if self.blocks:
             self.slot = KernelSlot("block_attention", head_dim=self.head_dim, features=("rope",) if options.rope != "off" else ())
