@@ -22,6 +22,25 @@ def recipe(**options: Any) -> Bf16Islands:
     return Bf16Islands(**{"cpu": "bf16", **options})
 
 
+@pytest.fixture
+def matmul_switch() -> Iterator[None]:
+    before = torch.backends.cuda.matmul.allow_tf32
+    yield
+    torch.backends.cuda.matmul.allow_tf32 = before
+
+
+def test_tf32_is_asked_for_by_name_on_a_gpu_alone(matmul_switch: None, kit: Any) -> None:
+    for options, device, wanted in (
+        ({}, "cuda", False),
+        ({"tf32": True}, "cuda", True),
+        ({}, "cpu", True),
+        ({}, "cuda", False),
+        ({"tf32": True}, "cpu", False),
+    ):
+        recipe(**options).prepare(nn.Sequential(nn.Linear(32, 32)), device)
+        assert torch.backends.cuda.matmul.allow_tf32 is wanted
+
+
 def batch(rows: int = 64) -> tuple[Tensor, Tensor]:
     draw = torch.Generator().manual_seed(1)
     x = torch.randn(rows, 3, generator=draw)

@@ -19,6 +19,8 @@ class Bf16IslandsOptions(BaseModel):
     """Linear layers with fewer inputs or outputs than this stay in float32; 0 for none."""
     cpu: Literal["fp32", "bf16"] = "fp32"
     """What a run on a CPU computes in."""
+    tf32: bool = False
+    """On a GPU, multiply the islands' matrices in TF32: ten bits of each factor, float32 sums."""
 
 
 class GuardOptions(BaseModel):

@@ -21,11 +21,14 @@ class Bf16Islands:
         islands: patterns of module names that stay in float32; None for ``policy.DEFAULT_ISLANDS``. Norms, softmaxes and losses always do.
         small: linear layers with fewer inputs or outputs than this stay in float32, 0 for none.
         cpu: what a run on a CPU computes in.
+        tf32: on a GPU multiply matrices of islands in TF32, with ten bits of each factor and float32 sums. Torch has one switch for it, which
+            holds for all float32 matmuls of the process.
     """
 
-    def __init__(self, *, islands: Sequence[str] | None = None, small: int = 16, cpu: Literal["fp32", "bf16"] = "fp32") -> None:
+    def __init__(self, *, islands: Sequence[str] | None = None, small: int = 16, cpu: Literal["fp32", "bf16"] = "fp32", tf32: bool = False) -> None:
         self._policy = Policy(islands, small)
         self._on_cpu = cpu
+        self._tf32 = tf32
         self._dtype: str | None = None
 
     def islands(self, model: nn.Module) -> dict[str, str]:
@@ -40,6 +43,8 @@ class Bf16Islands:
         """
         self._policy.check(model)
         self._dtype = self._on_cpu if device_type == "cpu" else "bf16"
+        if device_type == "cuda":
+            torch.backends.cuda.matmul.allow_tf32 = self._tf32
         if self._dtype == "fp32":
             return [PrecisionDecision(module=label(name), format="fp32", reason=_ON_CPU) for name, _ in leaves(model)]
         if any(is_island(module) for module in model.modules()):
