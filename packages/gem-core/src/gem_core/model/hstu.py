@@ -16,6 +16,7 @@ from gem_core.model.options import BaseModelOptions, Rate, SequenceOptions, Widt
 from gem_core.model.sequence import Events, EventTokens, Lengths, LogEmbedding
 from gem_core.model.tables import make_tables
 from gem_core.ops.hstu_attention import flops as hstu_flops
+from gem_core.ops.packed import unbind_packed
 from gem_core.ops.products import linear_flops, slot_flops
 from gem_core.ops.slot import KernelSlot
 from gem_core.spec.data import DataSchema
@@ -98,7 +99,7 @@ class HstuLayer(nn.Module):
         self.slot = KernelSlot("hstu_attention", head_dim=self.head_dim, features=words)
 
     def forward(self, x: Tensor, offsets: Tensor, max_length: int, bias: Tensor | None) -> Tensor:
-        gate, value, query, key = nn.functional.silu(self.inputs(x)).view(-1, 4, self.heads, self.head_dim).unbind(1)
+        gate, value, query, key = unbind_packed(nn.functional.silu(self.inputs(x)).view(-1, 4, self.heads, self.head_dim))
         q, k, v = together(query, key, value)
         parts = {"contextual": torch.full_like(offsets[1:], self.prefix), "targets": torch.ones_like(offsets[1:])} if self.prefix else {}
         found = self.slot(

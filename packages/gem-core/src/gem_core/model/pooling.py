@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from gem_core.model.layers import AddNorm, NormLinear, mix_tokens, pair_width, together
 from gem_core.model.options import SequenceOptions
 from gem_core.model.sequence import Events, Lengths
+from gem_core.ops.packed import unbind_packed
 from gem_core.ops.pooled_attention import flops as pooled_attention_flops
 from gem_core.ops.products import linear_flops, own_flops, slot_flops
 from gem_core.ops.slot import KernelSlot
@@ -94,7 +95,7 @@ class SeedPooling(nn.Module):
             nn.init.normal_(self.seeds)
 
     def forward(self, events: Events, queries: Tensor) -> Tensor:
-        key, value = self.key_value(events.values).unflatten(-1, (2, self.heads, self.head_dim)).unbind(1)
+        key, value = unbind_packed(self.key_value(events.values).unflatten(-1, (2, self.heads, self.head_dim)))
         asked: Tensor | None = self.seeds
         if self.queries:
             mine = self.query(queries).unflatten(-1, (self.heads, self.head_dim))

@@ -15,6 +15,7 @@ from gem_core.model.options import SequenceOptions
 from gem_core.ops.block_attention import flops as block_attention_flops
 from gem_core.ops.gdpa import flops as gdpa_flops
 from gem_core.ops.jagged_attention import flops as jagged_attention_flops
+from gem_core.ops.packed import unbind_packed
 from gem_core.ops.pffn import flops as pffn_flops
 from gem_core.ops.products import linear_flops, slot_flops
 from gem_core.ops.slot import KernelSlot
@@ -232,13 +233,16 @@ class SelfAttention(nn.Module):
     def forward(self, events: Events) -> Tensor:
         qkv = self.qkv(events.values).unflatten(-1, (3, self.heads, self.head_dim))
         longest, offsets = events.max_length, events.offsets
+        if self.blocks or events.angles is None:
+            q, k, v = unbind_packed(qkv)
+        else:
+            turned, rest = qkv.split((2, 1), dim=1)
+            q, k, v = *unbind_packed(rotate(turned, events.angles)), rest.squeeze(1)
         if self.blocks:
-            q, k, v = qkv.unbind(1)
             angles = None if events.angles is None else events.angles.to(torch.promote_types(q.dtype, torch.float32))
             out = self.slot(q, k, v, offsets, max_length=longest, block=self.block, rope=angles)
         else:
-            qk = qkv[:, :2] if events.angles is None else rotate(qkv[:, :2], events.angles)
-            out = self.slot(qk[:, 0], qk[:, 1], qkv[:, 2], offsets, offsets, max_q=longest, max_k=longest, window=self.window)
+            out = self.slot(q, k, v, offsets, offsets, max_q=longest, max_k=longest, window=self.window)
         return events.values + self.dropout(self.out(out.flatten(1)))  # type: ignore[no-any-return]
 
     def flops(self, lengths: Lengths) -> int:
