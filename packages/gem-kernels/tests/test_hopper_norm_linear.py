@@ -119,11 +119,29 @@ def test_layernorm_has_its_gradients_elsewhere(kernels, where):
 def test_a_residual_a_returned_sum_and_wide_matrices_have_other_kernels(kernels, where):
     normed = 72 if where == "before" else 136
     compare(work_of(where=where, residual=torch.randn(200, normed).half().requires_grad_()))
-    compare(work_of(where=where, return_sum=True))
-    compare(work_of(where=where, return_sum=True, extras=("gamma",)))
+    compare(work_of(where="after", return_sum=True))
+    compare(work_of(where="after", return_sum=True, extras=("gamma",)))
     compare(work_of(where=where, rows=(9,), inner=264, width=264))
     assert not kernels["hopper"].grids
     assert not kernels["hopper_grad"].grids
+
+
+@pytest.mark.parametrize("extras", [(), ("bias", "gamma")], ids=str)
+@pytest.mark.parametrize("branch", [False, True])
+def test_the_sum_of_a_stream_is_made_before_the_kernels_of_small_matrices(kernels, branch, extras):
+    more = {"residual": torch.randn(200, 72).half().requires_grad_()} if branch else {}
+    compare(work_of(where="before", return_sum=True, extras=extras, **more))
+    assert len(kernels["hopper"].grids) == len(kernels["hopper_grad"].grids) == 1
+
+
+def test_a_stream_at_an_address_that_the_copy_engine_does_not_read_has_the_sums_kernels(kernels):
+    """Factors are kept by what the sum is, in forward and backward: x lies at an odd address, the sum does not."""
+    x = torch.randn(40, 73).half()[:, 1:].requires_grad_()
+    work = changed(work_of(where="before"), x=x, residual=torch.randn(40, 72).half().requires_grad_(), return_sum=True)
+    compare(work)
+    assert len(kernels["hopper"].grids) == len(kernels["hopper_grad"].grids) == 1
+    compare(changed(work, residual=None))
+    assert len(kernels["hopper"].grids) == len(kernels["hopper_grad"].grids) == 1
 
 
 def test_rows_that_the_copy_engine_cannot_address_have_other_kernels(kernels):

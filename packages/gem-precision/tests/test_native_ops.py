@@ -23,7 +23,7 @@ def own(monkeypatch):
         monkeypatch.setattr("gem_precision.kernels.product.choose", lambda m, n, k, square: "own")
 
 
-def results(op, rows, inputs, outputs, *, norm, affine, biased):
+def results(op, rows, inputs, outputs, *, norm, affine, biased, branch=False):
     generator = torch.Generator().manual_seed(0)
 
     def drawn(*sizes):
@@ -35,10 +35,13 @@ def results(op, rows, inputs, outputs, *, norm, affine, biased):
     extra |= {"beta": drawn(inputs) / 8} if affine and norm == "layer" else {}
     leaves = {name: t.requires_grad_() for name, t in {"x": x, "weight": weight, **extra}.items()}
     named = {name: t for name, t in leaves.items() if name in extra}
+    if branch:
+        leaves["residual"] = drawn(rows, inputs).requires_grad_()
+        named["residual"] = leaves["residual"].reshape(1, rows, inputs)
     out, summed = op(x.reshape(1, rows, inputs), weight, **named, norm=norm, where="before", return_sum=True)
     assert summed.shape == (1, rows, inputs)
-    out.backward(drawn(1, rows, outputs).to(out.dtype))
-    return {"out": out.detach(), **{name: t.grad for name, t in leaves.items()}}
+    torch.autograd.backward([out, summed], [drawn(1, rows, width).to(out.dtype) for width in (outputs, inputs)])
+    return {"out": out.detach(), "sum": summed.detach(), **{name: t.grad for name, t in leaves.items()}}
 
 
 def near(got, wanted):
@@ -50,9 +53,10 @@ def near(got, wanted):
 FLAGS = [("rms", False, True), ("rms", True, False), ("layer", False, False), ("layer", True, True)]
 
 
+@pytest.mark.parametrize("branch", [False, True])
 @pytest.mark.parametrize(("norm", "affine", "biased"), FLAGS)
-def test_case_G11_a_native_norm_linear_is_the_emulated_one(own, norm, affine, biased):
-    flags = {"norm": norm, "affine": affine, "biased": biased}
+def test_case_G11_a_native_norm_linear_is_the_emulated_one(own, norm, affine, biased, branch):
+    flags = {"norm": norm, "affine": affine, "biased": biased, "branch": branch}
     native, wanted = (results(op, 130, 256, 128, **flags) for op in (norm_linear, emulated_norm_linear))
     assert native.keys() == wanted.keys()
     for name, got in native.items():
@@ -73,9 +77,8 @@ def test_case_G11_a_native_norm_linear_is_the_emulated_one_at_many_sizes(rows, i
 def test_what_its_kernel_does_not_compute_is_refused_before_any_work():
     pytest.importorskip("triton")
     x, weight = torch.ones(4, 128), torch.ones(128, 128)
-    for wrong in ({"where": "after"}, {"residual": x}):
-        with pytest.raises(RequestError, match="no residual"):
-            norm_linear(x, weight, **wrong)
+    with pytest.raises(RequestError, match="the norm before the matmul"):
+        norm_linear(x, weight, where="after")
     with pytest.raises(RequestError, match="at most 4096"):
         norm_linear(torch.ones(1, 8192), torch.ones(128, 8192))
 
@@ -84,4 +87,4 @@ def test_it_is_declared_for_hopper_and_bfloat16_alone():
     (native,) = [impl for impl in gem_kernel_impls() if impl.backend == "fp8_block_native"]
     assert (native.devices, native.dtypes, native.min_arch, native.max_arch) == (("cuda",), ("bf16",), 90, 90)
     assert native.resolve() is norm_linear
-    assert "residual" not in native.features
+    assert "after" not in native.features

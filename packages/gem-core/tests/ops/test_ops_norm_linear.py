@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from gem_core.ops import norm_linear
-from gem_core.ops.norm_linear import flops
+from gem_core.ops.norm_linear import check, flops, reference
 from gem_core.spec import RequestError
 from gem_core.testing import assert_close
 
@@ -101,6 +101,60 @@ def test_gradcheck(randn, norm, where):
         return norm_linear(x, weight, bias, norm=norm, where=where, residual=residual, gamma=gamma, beta=beta[0] if beta else None, return_sum=True)
 
     assert torch.autograd.gradcheck(call, (randn(3, 4), randn(3, 4), randn(3), randn(3, width), randn(width), *beta))
+
+
+@pytest.mark.parametrize(("norm", "where"), KINDS)
+def test_a_returned_sum_is_what_was_normed(randn, norm, where):
+    """As rounded: a backward pass that has the sum alone norms the same rows again."""
+    width = 32 if where == "before" else 16
+    x, weight, residual = randn(9, 32, grad=False).bfloat16(), randn(16, 32, grad=False).bfloat16(), randn(9, width, grad=False).bfloat16()
+    out, total = norm_linear(x, weight, norm=norm, where=where, residual=residual, return_sum=True)
+    if where == "before":
+        assert torch.equal(total, x + residual)
+        assert torch.equal(out, norm_linear(total, weight, norm=norm))
+    else:
+        normed = torch.nn.functional.rms_norm if norm == "rms" else torch.nn.functional.layer_norm
+        assert torch.equal(out, normed(total.float(), (16,), eps=1e-5).bfloat16())
+    unrounded = norm_linear(x, weight, norm=norm, where=where, residual=residual)
+    assert not torch.equal(out, unrounded)  # the planted fault shows: the norm of a sum that nobody has
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_gradients_through_the_sum_or_the_result_alone(randn, which):
+    inputs = [randn(5, 4), randn(5, 4)]
+    weight = randn(3, 4)
+    got = torch.autograd.grad(norm_linear(inputs[0], weight, residual=inputs[1], return_sum=True)[which].square().sum(), inputs)
+    total = inputs[0] + inputs[1]
+    plain = (torch.nn.functional.linear(torch.nn.functional.rms_norm(total, (4,), eps=1e-5), weight), total)[which]
+    want = torch.autograd.grad(plain.square().sum(), inputs)
+    assert torch.equal(got[0], got[1])
+    for mine, theirs in zip(got, want):
+        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
+
+
+def test_a_sum_without_a_residual_is_x(randn):
+    x, weight = randn(5, 4), randn(3, 4)
+    out, total = norm_linear(x, weight, return_sum=True)
+    assert torch.equal(total, x)
+    assert torch.equal(out, norm_linear(x, weight))
+
+
+def test_a_backend_is_asked_whether_it_gives_the_sum(randn):
+    """The word of the request is the option's name, so that a kernel written before it is not called with it."""
+    x, weight = randn(5, 4), randn(3, 4)
+    assert "return_sum" in check(x, weight, return_sum=True).features
+    assert "return_sum" not in check(x, weight, residual=x).features
+
+
+def test_a_kernel_without_the_sum_is_refused_with_that_reason():
+    from gem_core.ops.slot import KernelSlot
+
+    slot = KernelSlot("norm_linear", features=("rms", "before", "residual"))
+    slot.bind(reference)
+    x = torch.randn(5, 4)
+    slot(x, torch.randn(3, 4), residual=x)
+    with pytest.raises(RequestError, match="the call uses return_sum"):
+        slot(x, torch.randn(3, 4), residual=x, return_sum=True)
 
 
 def test_a_token_of_zeros_has_finite_results_and_gradients():

@@ -141,7 +141,7 @@ def gem_kernel_impls() -> Sequence[KernelImpl]:
             check="gem_kernels.ops.limits:check_unmeasured",
         ),
         _portable("pooled_attention", ("per_row_seeds", "gqa"), "check_attention"),
-        _portable("norm_linear", ("rms", "layer", "before", "after", "affine", "residual")),
+        _portable("norm_linear", ("rms", "layer", "before", "after", "affine", "residual", "return_sum")),
         _portable("add_norm", ("rms", "layer", "affine", "residual", "gate")),
         _portable("gated_residual", ()),
         _portable("pffn", ("scale_after", *(word for word in _GDPA_FEATURES if word.startswith("act_"))), "check_pffn"),

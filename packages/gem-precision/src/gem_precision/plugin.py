@@ -21,7 +21,7 @@ LOW_OPS = {
     "hstu_attention": ("causal", "noncausal", "window", "contextual", "targets", "bias"),
     "pooled_attention": ("per_row_seeds", "gqa"),
     "pffn": ("scale_after", *_ACTIVATIONS),
-    "norm_linear": ("rms", "layer", "before", "after", "affine", "residual"),
+    "norm_linear": ("rms", "layer", "before", "after", "affine", "residual", "return_sum"),
 }
 """Ops that multiply matrices, with the features that the emulated backends have: those of the references."""
 _CONTRACTS = {"block_attention": 2}
@@ -45,7 +45,7 @@ def gem_kernel_impls() -> Sequence[KernelImpl]:
             dtypes=("bf16",),
             min_arch=90,
             max_arch=90,
-            features=("rms", "layer", "before", "affine"),
+            features=("rms", "layer", "before", "affine", "residual", "return_sum"),
             requires=("triton",),
             summary="FP8 products in the formats of fp8_block; the norm writes what they read",
         ),

@@ -35,7 +35,11 @@ OPS = (
         ("causal", "noncausal", "window", "contextual", "targets", "bias"),
     ),
     _op("pooled_attention", "learned seeds attend to long jagged rows", ("per_row_seeds", "gqa")),
-    _op("norm_linear", "RMSNorm or LayerNorm before or after a matmul, with residual", ("rms", "layer", "before", "after", "affine", "residual")),
+    _op(
+        "norm_linear",
+        "RMSNorm or LayerNorm before or after a matmul, with residual",
+        ("rms", "layer", "before", "after", "affine", "residual", "return_sum"),
+    ),
     _op("add_norm", "RMSNorm or LayerNorm of a sum, with a gate behind it", ("rms", "layer", "affine", "residual", "gate")),
     _op("gated_residual", "gate times x plus residual"),
     _op("pffn", "LayerNorm, gdpa on dense keys, residual and RMSNorm in one", ("scale_after", *_ACTIVATION_WORDS)),

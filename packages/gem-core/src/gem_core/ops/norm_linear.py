@@ -1,6 +1,6 @@
 """A norm next to a matmul, with an optional residual: the places where the two fuse.
 
-RMSNorm: arXiv 1910.07467. LayerNorm: arXiv 1607.06450.
+RMSNorm: arXiv 1910.07467. LayerNorm: arXiv 1607.06450. Pre-norm layers, whose residual stream is what ``return_sum`` gives: arXiv 2002.04745.
 """
 
 from collections.abc import Sequence
@@ -46,7 +46,8 @@ def norm_linear(
         beta: as ``gamma``, only for ``layer``; zeros by default.
         residual: added to what is normed: ``[..., in]`` before, ``[..., out]`` after.
         eps: added to the mean square.
-        return_sum: also return the tensor that was normed.
+        return_sum: also return the tensor that was normed, in x's dtype: the norm reads it as rounded, so that backward needs nothing else of x and
+            the residual. Before the matmul this adds a branch to a residual stream: the next layer goes on from the sum.
         backend: name of a backend; None chooses by policy.
 
     Returns:
@@ -111,9 +112,8 @@ def check(
         if tensor is not None:
             check_shape(op, name, tensor, tuple((size,) for size in shape))
     check_index_range(x.numel() // wide_in, "rows of x in norm_linear")
-    features = {norm, where}
-    features |= {word for word, on in (("affine", gamma is not None or beta is not None), ("residual", residual is not None)) if on}
-    return make_request(op, x, features, (x, *inputs.values()))
+    used = {"affine": gamma is not None or beta is not None, "residual": residual is not None, "return_sum": return_sum}
+    return make_request(op, x, {norm, where, *(word for word, on in used.items() if on)}, (x, *inputs.values()))
 
 
 @own_precision
@@ -130,7 +130,7 @@ def reference(
     eps: float = 1e-5,
     return_sum: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """What ``norm_linear`` means. A returned sum is rounded to x's dtype, the norm sees it unrounded."""
+    """What ``norm_linear`` means."""
 
     def wide(tensor: Tensor | None) -> Tensor | None:
         return None if tensor is None else widen(tensor)
@@ -141,7 +141,8 @@ def reference(
         return F.layer_norm(z, z.shape[-1:], wide(gamma), wide(beta), eps)
 
     def add(z: Tensor) -> Tensor:
-        return z if residual is None else z + widen(residual)
+        total = z if residual is None else z + widen(residual)
+        return widen(total.to(x.dtype)) if return_sum else total
 
     if where == "before":
         total = add(widen(x))

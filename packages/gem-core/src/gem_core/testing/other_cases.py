@@ -38,6 +38,12 @@ def _norm_linear_cases() -> OpCases:
                 Case(f"{norm}_{where}", partial(_norm_linear, outer=[17], **kind)),
                 Case(f"{norm}_{where}_everything", partial(_norm_linear, outer=[17], affine=True, residual=True, bias=True, return_sum=True, **kind)),
             ]
+        stream: dict[str, Any] = {"norm": norm, "return_sum": True}
+        cases += [
+            Case(f"{norm}_stream", partial(_norm_linear, outer=[37], **stream)),
+            Case(f"{norm}_stream_and_branch", partial(_norm_linear, outer=[37], residual=True, bias=True, **stream)),
+        ]
+    cases += [Case("stream_without_tokens", partial(_norm_linear, outer=[0], residual=True, return_sum=True))]
     cases += [Case("two_outer_dimensions", partial(_norm_linear, outer=[3, 5])), Case("large_mean", _large_mean)]
     return OpCases(tuple(cases), lambda inputs, lengths: _norm_linear(inputs, [sum(lengths)]))
 

@@ -1,6 +1,8 @@
 """The ``triton`` backend of ``norm_linear``: custom ops with fake and autograd registration, FLOP formulas. The first call imports triton.
 
 16-bit inputs run fused. In float32, with a residual, and where rows are too wide to be held, a kernel adds and norms the rows and torch multiplies.
+The sum of a residual stream and a branch is written by the kernel that norms it and is all that is saved of both; the gradient of the stream from
+later layers is added by the kernel that makes the gradient of the norm.
 """
 
 from functools import cache
@@ -15,7 +17,7 @@ from torch.utils.flop_counter import register_flop_formula
 from gem_core.ops.norm_linear import flops
 from gem_core.spec import KernelUnavailable
 from gem_kernels.ops import host
-from gem_kernels.ops.direct import differentiable, direct
+from gem_kernels.ops.direct import differentiable, direct, unwatched
 from gem_kernels.ops.limits import MAX_NORM_WIDTH
 from gem_kernels.ops.norm_linear import hopper_launch
 from gem_kernels.ops.norm_linear.rows_launch import Maybe, norm_rows, norm_rows_grad, row_statistics
@@ -58,11 +60,15 @@ def norm_linear(
         KernelUnavailable: dtype, width or device that this backend does not take.
         MachineError: triton is missing, or the tensors lie on the CPU and the interpreter is off.
     """
-    outer = x.shape[:-1]
+    outer, before = x.shape[:-1], where == "before"
     flat = None if residual is None else residual.reshape(-1, residual.shape[-1])
-    settings = (norm == "layer", where == "before", float(eps), return_sum)
-    out, total, _ = _op(x.reshape(-1, x.shape[-1]), weight, bias, gamma, beta, flat, *settings)
+    inputs = (x.reshape(-1, x.shape[-1]), weight, bias, gamma, beta, flat)
+    # x as its own sum: one kernel adds both gradients, but an op of the dispatcher may not give what it was given
+    itself = return_sum and before and residual is None and not unwatched(inputs)
+    out, total, _ = _op(*inputs, norm == "layer", before, float(eps), return_sum and not itself)
     out = out.view(*outer, out.shape[-1])
+    if itself:
+        return out, x
     return (out, total.view(*outer, total.shape[-1])) if return_sum else out
 
 
@@ -124,7 +130,8 @@ def _bare(gamma: Maybe, beta: Maybe, before: bool) -> bool:
 
 def _keeps_factors(x: Tensor, weight: Tensor, gamma: Maybe, beta: Maybe, residual: Maybe, layer: bool, before: bool, keep: bool) -> bool:
     """Whether the factors of the rows are kept with the result: what was normed need not be computed again for the gradients then."""
-    return _bare(gamma, beta, before) or (residual is None and not keep and _hopper_grads(x, weight, layer))
+    rows = before if keep else residual is None  # whether the Hopper kernels find what they norm, or multiply, in one matrix
+    return _bare(gamma, beta, before) or (rows and _hopper_grads(x, weight, layer))
 
 
 def _fused_before(x: Tensor, weight: Tensor, bias: Maybe, gamma: Maybe, beta: Maybe, layer: bool, eps: float, factors: Maybe) -> Tensor:
@@ -164,25 +171,32 @@ def _forward(
     eps: float,
     keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The result, what was normed (empty unless ``keep``), and the rows' factors (empty unless the gradients are made from them)."""
+    """The result, what was normed (empty unless ``keep``), and the rows' factors (empty unless the gradients are made from them).
+
+    With ``keep``, ``before`` and no residual, what was normed is x itself: such a call may not go through the dispatcher.
+    """
     host.check_call("norm_linear", x, (weight, bias, gamma, beta, residual))
     normed = weight.shape[1] if before else weight.shape[0]
     if normed > MAX_NORM_WIDTH:
         raise KernelUnavailable("norm_linear with backend 'triton'", f"rows of {normed} are above {MAX_NORM_WIDTH}", "Use backend='reference'.")
     x, weight, residual = _readable(x, weight, residual)
-    fits = residual is None and not keep and _fits(x, weight, before)
+    if keep and before and residual is not None and _on_hopper(x, weight):
+        x, residual = x + residual, None  # the kernels for small matrices read one tensor of rows, and are worth a pass
+    itself = keep and before and residual is None
+    fits = residual is None and (itself or not keep) and _fits(x, weight, before)
     kept = x.shape[0] if _keeps_factors(x, weight, gamma, beta, residual, layer, before, keep) else 0
     factors = (x.new_zeros if before and not fits else x.new_empty)(kept, dtype=torch.float32)
-    written = factors if kept else None
+    written, total = factors if kept else None, x if itself else x.new_empty(0)
+    options: dict[str, Any] = {"layer": layer, "eps": eps, "keep": keep and not itself}
     with host.no_autocast(x):
         if fits:
             fused = _fused_before if before else _fused_after
-            return fused(x, weight, bias, gamma, beta, layer, eps, written), x.new_empty(0), factors
+            return fused(x, weight, bias, gamma, beta, layer, eps, written), total, factors
         if before:
-            normed_rows, total = norm_rows(x, residual, gamma, beta, layer=layer, eps=eps, keep=keep)
-            return F.linear(normed_rows, weight, bias), total, factors
+            normed_rows, summed = norm_rows(x, residual, gamma, beta, **options)
+            return F.linear(normed_rows, weight, bias), total if itself else summed, factors
         product = F.linear(x, weight, bias)
-        return *norm_rows(product, residual, gamma, beta, layer=layer, eps=eps, keep=keep, factors=written), factors
+        return *norm_rows(product, residual, gamma, beta, factors=written, **options), factors
 
 
 def _readable(x: Tensor, weight: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -209,10 +223,11 @@ def _grad(
     """Gradients of x, weight, bias, gamma, beta, and after the matmul of what was normed; empty tensors for what is not there."""
     x, weight, residual = _readable(x, weight, residual)
     options: dict[str, Any] = {"layer": layer, "eps": eps, "dtotal": dtotal}
-    alone = residual is None and dtotal is None and _fits(x, weight, before)
+    alone = residual is None and (before or dtotal is None) and _fits(x, weight, before)
     with host.no_autocast(x):
         if out is not None and factors is not None and alone and _hopper_grads(x, weight, layer):
             dx, dweight, dbias, dgamma = hopper_launch.backward(dout, x, weight, bias, gamma, out, factors, before=before, eps=eps)
+            dx = dx if dtotal is None else dx.add_(dtotal)
             return dx, dweight, _filled(x, dbias), _filled(x, dgamma), x.new_empty(0), x.new_empty(0)
         if before:
             found = norm_rows_grad(dout @ weight, x, residual, gamma, beta, normed=True, **options)
@@ -255,18 +270,22 @@ def _(dout: Tensor, dtotal: Tensor | None, *inputs: Any) -> Any:
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    out, _, factors = output
+    (x, *columns, residual), settings, keep = inputs[:6], inputs[6:9], inputs[9]
+    out, total, factors = output
+    ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(factors)
-    kept = (out, factors) if factors.shape[0] else (None, None)
-    ctx.save_for_backward(*inputs[:6], *kept)
-    ctx.settings, ctx.keep = inputs[6:9], inputs[9]
+    ctx.settings, ctx.added = settings, keep and settings[1] and residual is not None
+    x, residual = (total, None) if ctx.added else (x, residual)
+    ctx.save_for_backward(x, *columns, residual, *((out, factors) if factors.shape[0] else (None, None)))
 
 
-def _backward(ctx: Any, dout: Tensor, dtotal: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, dout: Maybe, dtotal: Maybe, _: None) -> tuple[Maybe, ...]:
     (*given, out, factors), before = ctx.saved_tensors, ctx.settings[1]
-    dx, *others, dz = direct(_grad, dout, dtotal if ctx.keep else None, *given, out, factors, *ctx.settings)
-    grads = (dx, *others, dx if before else dz)
-    return (*(None if t is None else grad for t, grad in zip(given, grads, strict=True)), None, None, None, None)
+    if dout is None:
+        dout = given[0].new_zeros((given[0].shape[0], given[1].shape[0]))
+    dx, *others, dz = direct(_grad, dout, dtotal, *given, out, factors, *ctx.settings)
+    *grads, dresidual = (None if t is None else grad for t, grad in zip(given, (dx, *others, dx if before else dz), strict=True))
+    return (*grads, dx if ctx.added else dresidual, None, None, None, None)
 
 
 _op = differentiable(_forward, _backward, _save)

@@ -91,6 +91,7 @@ def forward_kernel(
         if residual is not None:
             z += load_tile(residual, first, rows, residual_stride, WIDTH, ROWS, BLOCK)
         if total is not None:
+            z = z.to(total.dtype.element_ty).to(tl.float32)  # as backward will read it
             store_tile(total, z, first, rows, WIDTH, WIDTH, ROWS, BLOCK)
         n, r = normalise(z, eps, LAYER, WIDTH, BLOCK)
         if factors is not None:
