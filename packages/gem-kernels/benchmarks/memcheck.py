@@ -1,16 +1,18 @@
-"""Run every kernel once on a small call under compute-sanitizer's memcheck: forward and backward, each backend and variant of this package.
+"""Run every kernel on small calls under compute-sanitizer's memcheck: forward and backward, each backend and variant of this package.
 
     python3 packages/gem-kernels/benchmarks/memcheck.py [--op gdpa] [--jobs 8] [--tool memcheck]
 
-Torch's caching allocator is off, so that an access past a tensor leaves its allocation. Ends with 1 if the tool finds anything.
+Kernels are compiled first, side by side and without the tool. Then one program makes all calls under it: of two programs under the tool at once the
+second waits for ever in its first call of CUDA. Torch's caching allocator is off there, so that an access past a tensor leaves its allocation. Ends
+with 1 if the tool finds anything.
 """
 
 import argparse
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from glob import glob
 from shutil import which
 from typing import Any
@@ -19,7 +21,7 @@ from gem_kernels.bench.shapes import SHAPES, SHAPES_OF, VARIANTS_OF
 from gem_kernels.plugin import gem_kernel_impls
 
 LENGTHS = (70, 0, 300)
-OURS = ("triton", "gluon")
+OURS = ("triton", "gluon", "gluon_fp8")
 FOUND = 9
 """Exit code that the tool gives a program in which it found something."""
 CALLS: dict[str, list[dict[str, Any]]] = {
@@ -70,45 +72,54 @@ def run(op: str) -> None:
             torch.cuda.synchronize()
             print(f"ran {backend} {name}", flush=True)
             done += 1
-    print(f"{done} calls")
-    sys.exit(0 if done else f"no call of {op} fits this machine")
+    if not done:
+        sys.exit(f"no call of {op} fits this machine")
 
 
-def check(tool: str, op: str) -> tuple[str, int, list[str]]:
-    """The op, the exit code of its run under the tool, and the lines that it printed, of which calls that have run are shown at once."""
+def compiled(op: str) -> str:
+    """What went wrong where the calls of an op run without the tool; empty if nothing."""
+    program = subprocess.run([sys.executable, __file__, "--run", op], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return "" if program.returncode == 0 else f"{op} fails without the tool:\n" + "\n".join(program.stdout.splitlines()[-20:])
+
+
+def check(tool: str, ops: Sequence[str]) -> tuple[int, list[str]]:
+    """Exit code and lines of all calls under the tool; calls that have run are shown at once."""
     command = [sanitizer(), "--tool", tool, "--target-processes", "application-only", "--error-exitcode", str(FOUND)]
+    words = [word for op in ops for word in ("--run", op)]
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     lines = []
     with subprocess.Popen(
-        [*command, sys.executable, __file__, "--run", op], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
+        [*command, sys.executable, __file__, *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
     ) as program:
         for line in program.stdout or ():
             lines.append(line.rstrip())
             if line.startswith("ran "):
                 print(line, end="", flush=True)
-    return op, program.returncode, lines
+    return program.returncode, lines
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--op", action="append", choices=list(SHAPES_OF), help="only this op; may be repeated")
-    parser.add_argument("--jobs", type=int, default=4, help="ops at once")
+    parser.add_argument("--jobs", type=int, default=4, help="ops that are compiled at once")
     parser.add_argument("--tool", default="memcheck", choices=["memcheck", "racecheck", "initcheck", "synccheck"])
-    parser.add_argument("--run", choices=list(SHAPES_OF), help=argparse.SUPPRESS)
+    parser.add_argument("--run", action="append", choices=list(SHAPES_OF), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.run:
-        run(options.run)
+        for op in options.run:
+            run(op)
+        return
     sanitizer()
-    red = []
+    ops = options.op or list(SHAPES_OF)
     with ThreadPoolExecutor(options.jobs) as pool:
-        for done in as_completed([pool.submit(check, options.tool, op) for op in options.op or SHAPES_OF]):
-            op, code, lines = done.result()
-            ran = sum(line.startswith("ran ") for line in lines)
-            print(f"{op:24} {'clean' if code == 0 else 'RED'}  {ran} calls", flush=True)
-            if code:
-                red.append(op)
-                print("\n".join(lines[-40:]), flush=True)
-    sys.exit(f"{options.tool} found something in {', '.join(red)}" if red else 0)
+        broken = [words for words in pool.map(compiled, ops) if words]
+    if broken:
+        sys.exit("\n".join(broken))
+    code, lines = check(options.tool, ops)
+    print(f"{'clean' if code == 0 else 'RED'}: {sum(line.startswith('ran ') for line in lines)} calls of {', '.join(ops)}", flush=True)
+    if code:
+        print("\n".join(lines[-60:]), flush=True)
+        sys.exit(f"{options.tool} found something")
 
 
 if __name__ == "__main__":

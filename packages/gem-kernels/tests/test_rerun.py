@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from glob import glob
 from pathlib import Path
 from shutil import which
@@ -14,13 +15,18 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from gem_kernels.bench.shapes import SHAPES_OF
-
 FILE = Path(__file__).parents[1] / "benchmarks" / "rerun.py"
-spec = importlib.util.spec_from_file_location("gem_kernels_rerun", FILE)
-rerun = importlib.util.module_from_spec(spec)
-sys.modules[spec.name] = rerun  # dataclasses look their module up
-spec.loader.exec_module(rerun)
+
+
+def program(file):
+    spec = importlib.util.spec_from_file_location(f"gem_kernels_{file.stem}", file)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+rerun, memcheck = program(FILE), program(FILE.with_name("memcheck.py"))
 
 
 def part(name, code, **options):
@@ -108,7 +114,7 @@ def test_words_and_variables_name_the_folder(tmp_path):
 def test_every_op_is_checked_and_those_without_figures_are_timed():
     parts = {p.name: p for p in rerun.every_part()}
     assert len(parts) == len(rerun.every_part())
-    assert {f"memcheck-{op}" for op in SHAPES_OF} <= set(parts)
+    assert "memcheck" in parts
     assert {"host-time", "bench-pffn", "bench-add_norm", "bench-gated_residual", "bench-adapters", "tune-gdpa"} <= {
         n for n, p in parts.items() if p.alone
     }
@@ -144,29 +150,42 @@ def command(*words):
 
 
 def test_the_command_lists_what_a_pattern_matches(tmp_path):
-    done = command(tmp_path, "--list", "--parts", "memcheck-g*")
-    assert (done.returncode, done.stdout.split()) == (0, ["memcheck-gdpa", "memcheck-gated_residual"])
+    done = command(tmp_path, "--list", "--parts", "bench-[ab]*")
+    assert (done.returncode, done.stdout.split()) == (0, ["bench-add_norm", "bench-block_attention", "bench-adapters"])
     done = command(tmp_path, "--parts", "nothing-*")
     assert done.returncode == 1
-    assert "no part is called nothing-*; known: test-" in done.stderr
+    assert "no part is called nothing-*; known: memcheck, test-" in done.stderr
 
 
 @pytest.mark.skipif(bool(which("compute-sanitizer") or glob("/usr/local/cuda*/bin/compute-sanitizer")), reason="compute-sanitizer is here")
 def test_a_missing_tool_is_named_and_no_failure(tmp_path):
-    done = command(tmp_path, "--parts", "memcheck-gdpa")
+    done = command(tmp_path, "--parts", "memcheck")
     assert done.returncode == 0, done.stderr
-    assert states(tmp_path) == {"memcheck-gdpa": "absent"}
+    assert states(tmp_path) == {"memcheck": "absent"}
 
 
 @pytest.mark.parametrize(("code", "word"), [(0, "clean"), (9, "RED")])
-def test_a_memory_check_shows_each_call_and_what_the_tool_says(tmp_path, code, word):
+def test_a_memory_check_shows_each_call_and_what_the_tool_says(tmp_path, monkeypatch, capsys, code, word):
     tool = tmp_path / "compute-sanitizer"
     tool.write_text(f"#!/bin/sh\necho 'ran a call'\necho 'Invalid read' >&2\necho 'ran another'\nexit {code}\n")
     tool.chmod(0o755)
-    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    program = [sys.executable, FILE.with_name("memcheck.py"), "--op", "gdpa"]
-    done = subprocess.run(program, capture_output=True, text=True, timeout=60, env=environment)
-    lines = done.stdout.splitlines()
-    assert lines[:2] == ["ran a call", "ran another"]
-    assert lines[2].split() == ["gdpa", word, "2", "calls"]
-    assert ("Invalid read" in lines, done.returncode) == (bool(code), int(bool(code)))
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(sys, "argv", ["memcheck.py", "--op", "gdpa", "--op", "pffn"])
+    monkeypatch.setattr(memcheck, "compiled", lambda op: "")
+    with pytest.raises(SystemExit, match="memcheck found something") if code else nullcontext():
+        memcheck.main()
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:3] == ["ran a call", "ran another", f"{word}: 2 calls of gdpa, pffn"]
+    assert ("Invalid read" in lines) == bool(code)
+
+
+def test_a_call_that_fails_without_the_tool_is_named_before_it_starts(tmp_path, monkeypatch):
+    (tmp_path / "compute-sanitizer").write_text("#!/bin/sh\ntouch started\n")
+    (tmp_path / "compute-sanitizer").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(sys, "argv", ["memcheck.py", "--op", "gdpa"])
+    monkeypatch.setattr(memcheck, "__file__", str(tmp_path / "absent.py"))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit, match="gdpa fails without the tool"):
+        memcheck.main()
+    assert not (tmp_path / "started").exists()
