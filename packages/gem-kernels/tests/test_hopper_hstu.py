@@ -137,6 +137,10 @@ def recorded():
         yield SimpleNamespace(**{name.removesuffix("_kernel"): kernel.calls for name, kernel in kernels.items()})
 
 
+def memory(call):
+    return [torch.empty_like(t) for t in (call.q, call.k, call.v)]
+
+
 def inputs(lengths=(300, 0, 65), heads=2, dim=64, v_dim=64, **options):
     offsets = torch.tensor([0, *lengths], dtype=torch.int64).cumsum(0)
     q, k, v = (torch.zeros(sum(lengths), heads, width, dtype=torch.bfloat16) for width in (dim, dim, v_dim))
@@ -149,7 +153,7 @@ def inputs(lengths=(300, 0, 65), heads=2, dim=64, v_dim=64, **options):
 def test_one_list_of_tiles_serves_all_passes(recorded):
     call, out = inputs()
     hopper.forward(call, out)
-    hopper.grad(call, out)
+    hopper.grad(call, out, *memory(call))
     launches = [calls[0] for calls in (recorded.forward, recorded.query_grad, recorded.key_grad)]
     assert len({arguments["records"].data_ptr() for _, arguments in launches}) == 1
     for grid, arguments in launches:
@@ -162,7 +166,7 @@ def test_factors_go_where_they_belong(recorded, monkeypatch):
     monkeypatch.delenv(limits.UNMEASURED)
     call, out = inputs(window=7)
     hopper.forward(call, out)
-    hopper.grad(call, out)
+    hopper.grad(call, out, *memory(call))
     (_, forward), (_, query_grad), (_, key_grad) = (calls[0] for calls in (recorded.forward, recorded.query_grad, recorded.key_grad))
     assert (forward["scale"], forward["norm"]) == (0.5, 0.25)
     assert (query_grad["scale"], query_grad["factor"]) == (0.5, 0.125)
@@ -176,7 +180,7 @@ def test_the_gate_leaves_its_factors_to_the_sums(recorded):
     """2 f / scale and 2 f' in the place of f and f' (``test_hopper`` has their values), where what no GPU has run is taken."""
     call, out = inputs()
     hopper.forward(call, out)
-    hopper.grad(call, out)
+    hopper.grad(call, out, *memory(call))
     (_, forward), (_, query_grad), (_, key_grad) = (calls[0] for calls in (recorded.forward, recorded.query_grad, recorded.key_grad))
     assert (forward["ACTIVATION"], forward["norm"]) == ("silu_bf16", 0.25)
     assert query_grad["ACTIVATION"] == key_grad["ACTIVATION"] == "silu_gate"
@@ -190,7 +194,7 @@ def test_blocks_line_up_with_tiles_and_fit_into_shared_memory(recorded, dim, v_d
     """Masks are the same for every tile because blocks end where tiles, or their halves, do."""
     call, out = inputs(dim=dim, v_dim=v_dim)
     hopper.forward(call, out)
-    hopper.grad(call, out)
+    hopper.grad(call, out, *memory(call))
     (_, forward), (_, query_grad), (_, key_grad) = (calls[0] for calls in (recorded.forward, recorded.query_grad, recorded.key_grad))
     assert forward["BLOCK_M"] == forward["BLOCK_N"] == 128
     assert query_grad["BLOCK_M"] == 2 * query_grad["BLOCK_N"] == 128

@@ -62,10 +62,10 @@ def load_tile(x, head, start, first, until, x_token, x_head, ROWS: tl.constexpr,
 
 
 @triton.jit
-def store_tile(x, tile, head, start, first, until, heads, ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ENGINE: tl.constexpr):
-    """Store what ``load_tile`` would load, to contiguous memory."""
+def store_tile(x, tile, head, start, first, until, x_token, ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ENGINE: tl.constexpr):
+    """Store what ``load_tile`` would load, to heads that lie side by side."""
     if ENGINE:
         at = [END, (start + until).to(tl.int32), (END - until + first).to(tl.int32), (head * WIDTH).to(tl.int32)]
         x.store(at, tl.reshape(tile.to(x.dtype), [1, 1, ROWS, BLOCK]))
     else:
-        store_rows(x + head * WIDTH + start * heads * WIDTH, tile, first, until, heads * WIDTH, ROWS, WIDTH, BLOCK)
+        store_rows(x + head * WIDTH + start * x_token, tile, first, until, x_token, ROWS, WIDTH, BLOCK)

@@ -13,9 +13,10 @@ from gem_core.spec import KernelUnavailable
 from gem_kernels.common.tuning import tuned
 from gem_kernels.ops import host
 from gem_kernels.ops.block_attention.configs import INTERPRETER, TILE, Key, choose
-from gem_kernels.ops.direct import differentiable, direct
+from gem_kernels.ops.direct import differentiable, unwatched
 from gem_kernels.ops.limits import MAX_BLOCK, MAX_BLOCK_WIDTH
 from gem_kernels.ops.norm_linear.rows_launch import norm_rows_grad
+from gem_kernels.ops.places import NOWHERE, grad_memory
 from gem_kernels.ops.ragged import copied, ragged
 
 
@@ -89,6 +90,8 @@ def _run(kernel: str, inputs: Inputs, settings: Settings, results: dict[str, Ten
     if engine:
         arguments = {name: ragged(x, tile) for name, x in arguments.items()}
     arguments |= results | {f"{name}_desc": ragged(x, tile) if engine else None for name, x in results.items()}
+    if dout is not None:
+        arguments |= {f"{name}_token": x.stride(0) for name, x in results.items()}
     host.launch(
         getattr(_kernels(), f"{kernel}_kernel"), q, rows * heads * -(-max_length // chunk), rope=rope, q_gain=q_gain, k_gain=k_gain, offsets=offsets,
         rows=rows, heads=heads, total=q.shape[0], max_length=max_length, scale=scale, eps=eps,
@@ -140,13 +143,18 @@ def _grad(
     rope_on_v: bool,
     eps: float,
 ) -> list[Tensor]:
-    """Gradients of q, k and v, and of both gains where there are any."""
+    settings, grads = (max_length, block, scale, rope_on_v, eps), [t.new_empty(t.shape) for t in (q, k, v)]
+    return _gradients(dout, (q, k, v, q_gain, k_gain, offsets, rope), settings, grads)
+
+
+def _gradients(dout: Tensor, inputs: Inputs, settings: Settings, grads: list[Tensor]) -> list[Tensor]:
+    """Gradients of q, k and v, which are written to ``grads``, and of both gains where there are any."""
+    q, k, _, q_gain, k_gain, offsets, _ = inputs
+    max_length, _, _, _, eps = settings
     gains = [] if q_gain is None or k_gain is None else [q_gain, k_gain]
     if offsets.shape[0] < 2 or max_length == 0 or q.shape[0] == 0:
-        return [t.new_zeros(t.shape) for t in (q, k, v, *gains)]
-    grads = [t.new_empty(t.shape) for t in (q, k, v)]
-    settings, inputs = (max_length, block, scale, rope_on_v, eps), _inputs(q, k, v, q_gain, k_gain, offsets, rope)
-    _run("backward", inputs, settings, dict(zip(("dq", "dk", "dv"), grads, strict=True)), dout=dout.contiguous())
+        return [*(grad.zero_() for grad in grads), *map(torch.zeros_like, gains)]
+    _run("backward", _inputs(*inputs), settings, dict(zip(("dq", "dk", "dv"), grads, strict=True)), dout=dout.contiguous())
     if q_gain is None or k_gain is None:
         return grads
     grads[0], dq_gain = _through_norm(grads[0], q, q_gain, eps)  # one after the other: each frees what it replaces
@@ -178,7 +186,15 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-    grads = direct(_grad, dout, *ctx.saved_tensors, *ctx.settings)
+    inputs: Inputs = ctx.saved_tensors
+    if unwatched((dout, *inputs)):
+        q, k, v, q_gain, *_ = inputs
+        edges = ctx.next_functions[:3]
+        # Gradients of normed heads go through the norm, which gives those of q and k memory of its own.
+        memory = grad_memory(edges if q_gain is None else (*NOWHERE[:2], edges[2]), (q, k, v))
+        grads = _gradients(dout, inputs, ctx.settings, memory)
+    else:
+        grads = _grad(dout, *inputs, *ctx.settings)
     return (*grads, *(None,) * (12 - len(grads)))
 
 

@@ -145,19 +145,19 @@ def forward_kernel(
             v_tile = _ready(v_tile, gain_q, cos, sin, eps, False, ROPE_V, V_DIM, ROWS, BLOCK_V)
             p = _weights(q_tile, k_tile, (until - first).to(tl.int32), scale, BLOCK, ROWS, PRECISION)
             o = tl.dot(p.to(v_tile.dtype), v_tile, input_precision=PRECISION)
-            store_tile(out_desc if ENGINE else out, o, head, start, first, until, heads, ROWS, V_DIM, BLOCK_V, ENGINE)
+            store_tile(out_desc if ENGINE else out, o, head, start, first, until, heads * V_DIM, ROWS, V_DIM, BLOCK_V, ENGINE)
         zero_rows(out + head * V_DIM, used, end, heads * V_DIM, ROWS, V_DIM, BLOCK_V)
 
 
 @triton.jit(do_not_specialize=_VARYING)
 def backward_kernel(
     q, k, v, rope, q_gain, k_gain, dout, dq, dk, dv, dq_desc, dk_desc, dv_desc, offsets, rows, heads, total, max_length, tiles, scale, eps,
-    q_token, q_head, k_token, k_head, v_token, v_head, rope_token,
+    q_token, q_head, k_token, k_head, v_token, v_head, dq_token, dk_token, dv_token, rope_token,
     DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK: tl.constexpr, SPAN: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, ROPE: tl.constexpr, ROPE_V: tl.constexpr, NORM: tl.constexpr, FAST: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr, ENGINE: tl.constexpr,
 ):  # fmt: skip
-    """As ``forward_kernel``; ``dout`` and gradients are contiguous."""
+    """As ``forward_kernel``; ``dout`` is contiguous, and the heads of a token in dq, dk and dv are."""
     chunks = tl.cdiv(max_length, CHUNK)
     gain_q, gain_k = _gains(q_gain, k_gain, NORM, DIM, BLOCK_D)
     for work in range(tl.program_id(0).to(tl.int64), tiles, tl.num_programs(0)):
@@ -177,11 +177,11 @@ def backward_kernel(
             ds = (p * (dp - tl.sum(p * dp, 1)[:, None]) * scale).to(q_tile.dtype)
             dv_tile = tl.dot(tl.trans(p.to(do_tile.dtype)), do_tile, input_precision=PRECISION)
             dv_tile = _turned_back(dv_tile, cos, sin, ROPE_V, ROWS, BLOCK_V)
-            store_tile(dv_desc if ENGINE else dv, dv_tile, head, start, first, until, heads, ROWS, V_DIM, BLOCK_V, ENGINE)
+            store_tile(dv_desc if ENGINE else dv, dv_tile, head, start, first, until, dv_token, ROWS, V_DIM, BLOCK_V, ENGINE)
             dq_tile = _turned_back(tl.dot(ds, k_tile, input_precision=PRECISION), cos, sin, ROPE, ROWS, BLOCK_D)
-            store_tile(dq_desc if ENGINE else dq, dq_tile, head, start, first, until, heads, ROWS, DIM, BLOCK_D, ENGINE)
+            store_tile(dq_desc if ENGINE else dq, dq_tile, head, start, first, until, dq_token, ROWS, DIM, BLOCK_D, ENGINE)
             dk_tile = _turned_back(tl.dot(tl.trans(ds), q_tile, input_precision=PRECISION), cos, sin, ROPE, ROWS, BLOCK_D)
-            store_tile(dk_desc if ENGINE else dk, dk_tile, head, start, first, until, heads, ROWS, DIM, BLOCK_D, ENGINE)
-        zero_rows(dq + head * DIM, used, end, heads * DIM, ROWS, DIM, BLOCK_D)
-        zero_rows(dk + head * DIM, used, end, heads * DIM, ROWS, DIM, BLOCK_D)
-        zero_rows(dv + head * V_DIM, used, end, heads * V_DIM, ROWS, V_DIM, BLOCK_V)
+            store_tile(dk_desc if ENGINE else dk, dk_tile, head, start, first, until, dk_token, ROWS, DIM, BLOCK_D, ENGINE)
+        zero_rows(dq + head * DIM, used, end, dq_token, ROWS, DIM, BLOCK_D)
+        zero_rows(dk + head * DIM, used, end, dk_token, ROWS, DIM, BLOCK_D)
+        zero_rows(dv + head * V_DIM, used, end, dv_token, ROWS, V_DIM, BLOCK_V)

@@ -30,10 +30,9 @@ def forward(inputs: Any, out: Tensor) -> None:
     )  # fmt: skip
 
 
-def grad(inputs: Any, dout: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v of a call that has something to do; ``inputs`` as in ``launch``."""
+def grad(inputs: Any, dout: Tensor, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
+    """Write ``dq``, ``dk`` and ``dv`` of a call that has something to do, heads side by side; ``inputs`` as in ``launch``."""
     q, k, v, dout = _aligned(inputs.q), _aligned(inputs.k), _aligned(inputs.v), _aligned(dout.contiguous())
-    dq, dk, dv = (t.new_empty(t.shape) for t in (q, k, v))
     block, stages = _streamed("grad", q, v)
     read = {"q_desc": _ragged(q, HALF), "do_desc": _ragged(dout, HALF), "k_desc": _ragged(k, HALF), "v_desc": _ragged(v, HALF)}
     # The sums get what ``silu_gate`` leaves out; no GPU has run it yet.
@@ -43,7 +42,6 @@ def grad(inputs: Any, dout: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     _over_tiles(query_grad_kernel, inputs, (q, k, v), **read, dq_desc=_ragged(dq, HALF), BLOCK_M=TILE, BLOCK_N=block)
     written = {"dk_desc": _ragged(dk, HALF), "dv_desc": _ragged(dv, HALF), "norm": norm}
     _over_tiles(key_grad_kernel, inputs, (q, k, v), **read, **written, BLOCK_M=block, BLOCK_N=TILE)
-    return dq, dk, dv
 
 
 def _streamed(direction: str, q: Tensor, v: Tensor) -> tuple[int, int]:

@@ -15,8 +15,9 @@ from torch.utils.flop_counter import register_flop_formula
 
 from gem_core.ops.hstu_attention import flops
 from gem_kernels.ops import host
-from gem_kernels.ops.direct import differentiable, direct
+from gem_kernels.ops.direct import differentiable, direct, unwatched
 from gem_kernels.ops.limits import MAX_WIDTH
+from gem_kernels.ops.places import grad_memory
 
 
 class Config(NamedTuple):
@@ -204,18 +205,26 @@ def _grad(
     window: int | None,
     hopper: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    call = _Inputs(q, k, v, offsets, contextual, targets, bias, max_length, scale, norm, causal, window, hopper).made_readable()
-    if call.nothing_to_do():
-        return q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
-    if hopper:
-        return _hopper().grad(call, dout)  # type: ignore[no-any-return]
+    inputs = _Inputs(q, k, v, offsets, contextual, targets, bias, max_length, scale, norm, causal, window, hopper)
     dq, dk, dv = (t.new_empty(t.shape) for t in (q, k, v))
+    _write_gradients(dout, inputs, dq, dk, dv)
+    return dq, dk, dv
+
+
+def _write_gradients(dout: Tensor, inputs: _Inputs, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
+    call = inputs.made_readable()
+    if call.nothing_to_do():
+        for grad in (dq, dk, dv):
+            grad.zero_()
+        return
+    if call.hopper:
+        _hopper().grad(call, dout, dq, dk, dv)
+        return
     dout = dout.contiguous()
     config = call.config("query_grad")
-    call.run("query_grad", config, call.tiles(config.block_m), dout=dout, dq=dq)
+    call.run("query_grad", config, call.tiles(config.block_m), dout=dout, dq=dq, dq_token=dq.stride(0))
     config = call.config("key_grad")
-    call.run("key_grad", config, call.tiles(config.block_n), dout=dout, dk=dk, dv=dv)
-    return dq, dk, dv
+    call.run("key_grad", config, call.tiles(config.block_n), dout=dout, dk=dk, dv=dv, dk_token=dk.stride(0), dv_token=dv.stride(0))
 
 
 @torch.library.custom_op("gem_kernels::hstu_attention_bias_grad", mutates_args=())
@@ -269,8 +278,11 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
     tensors, wanted = ctx.saved_tensors, ctx.needs_input_grad
     dq = dk = dv = dbias = None
-    if any(wanted[:3]):
-        dq, dk, dv = direct(_grad, dout, *tensors, *ctx.settings)
+    if any(wanted[:3]) and unwatched((dout, *tensors)):
+        dq, dk, dv = grad_memory(ctx.next_functions[:3], tensors[:3])
+        _write_gradients(dout, _Inputs(*tensors, *ctx.settings), dq, dk, dv)
+    elif any(wanted[:3]):
+        dq, dk, dv = _grad(dout, *tensors, *ctx.settings)
     if wanted[6]:
         dbias = direct(_bias_grad, dout, *tensors, *ctx.settings)
     return (dq, dk, dv, None, None, None, dbias, *(None,) * 6)

@@ -5,7 +5,7 @@ norm. Two passes without atomics, and a third for the bias; nothing is saved but
 values and upstream gradients are zero, so padding adds nothing even where a bias makes its scores non-zero.
 
 Arguments shared by the kernels: ``*_token`` and ``*_head`` are strides in elements, ``bias_row`` and ``bias_head`` too (0 where the bias is shared);
-outputs and ``dout`` are contiguous. Compile-time arguments are in capitals.
+outputs and ``dout`` are contiguous, of gradients the heads of a token. Compile-time arguments are in capitals.
 """
 
 # Kernels are compiled from their source: they carry no types, and branches on compile-time values keep their form.
@@ -90,14 +90,13 @@ def forward_kernel(
 @triton.jit(do_not_specialize=_VARYING)
 def query_grad_kernel(
     q, k, v, bias, dout, dq, offsets, contextual, targets, rows, heads, total, max_length, tiles, scale, norm, window,
-    q_token, q_head, k_token, k_head, v_token, v_head, bias_row, bias_head,
+    q_token, q_head, k_token, k_head, v_token, v_head, dq_token, bias_row, bias_head,
     DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CONTEXTUAL: tl.constexpr, TARGETS: tl.constexpr, BIAS: tl.constexpr, FAST: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """As ``forward_kernel``."""
     q_tiles = tl.cdiv(max_length, BLOCK_M)
-    dq_token = heads * DIM
     do_token = heads * V_DIM
     for tile in range(tl.program_id(0).to(tl.int64), tiles, tl.num_programs(0)):
         first = ((q_tiles - 1 - tile % q_tiles) * BLOCK_M).to(tl.int32)
@@ -150,7 +149,7 @@ def query_grad_kernel(
 @triton.jit(do_not_specialize=_VARYING)
 def key_grad_kernel(
     q, k, v, bias, dout, dk, dv, offsets, contextual, targets, rows, heads, total, max_length, tiles, scale, norm, window,
-    q_token, q_head, k_token, k_head, v_token, v_head, bias_row, bias_head,
+    q_token, q_head, k_token, k_head, v_token, v_head, dk_token, dv_token, bias_row, bias_head,
     DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CONTEXTUAL: tl.constexpr, TARGETS: tl.constexpr, BIAS: tl.constexpr, FAST: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -158,7 +157,6 @@ def key_grad_kernel(
     """A tile is ``BLOCK_N`` keys of one (row, head). Scores are kept transposed, ``[keys, queries]``: they enter the last two products as left
     operands, straight from registers."""
     k_tiles = tl.cdiv(max_length, BLOCK_N)
-    dk_token = heads * DIM
     do_token = heads * V_DIM
     for tile in range(tl.program_id(0).to(tl.int64), tiles, tl.num_programs(0)):
         first = (tile % k_tiles * BLOCK_N).to(tl.int32)
@@ -210,10 +208,10 @@ def key_grad_kernel(
                 dv_acc = tl.dot(tl.where(seen, p, 0.0).to(do_tile.dtype), do_tile, dv_acc, input_precision=PRECISION)
                 dk_acc = tl.dot(tl.where(seen, dx, 0.0).to(q_tile.dtype), q_tile, dk_acc, input_precision=PRECISION)
             store_rows(dk_base + start * dk_token, dk_acc * (scale * norm), wide + first, n, dk_token, BLOCK_N, DIM, BLOCK_D)
-            store_rows(dv_base + start * do_token, dv_acc * norm, wide + first, n, do_token, BLOCK_N, V_DIM, BLOCK_V)
+            store_rows(dv_base + start * dv_token, dv_acc * norm, wide + first, n, dv_token, BLOCK_N, V_DIM, BLOCK_V)
         if first + BLOCK_N >= max_length:
             zero_rows(dk_base, start + n, behind, dk_token, BLOCK_N, DIM, BLOCK_D)
-            zero_rows(dv_base, start + n, behind, do_token, BLOCK_N, V_DIM, BLOCK_V)
+            zero_rows(dv_base, start + n, behind, dv_token, BLOCK_N, V_DIM, BLOCK_V)
 
 
 @triton.jit(do_not_specialize=[*_VARYING, "row_group"])

@@ -12,6 +12,7 @@ from gem_kernels.ops.attention import AttentionCall
 from gem_kernels.ops.gdpa.configs import INTERPRETER, Config, Key
 from gem_kernels.ops.host import interpreted
 from gem_kernels.ops.jagged_attention.configs import choose
+from gem_kernels.ops.places import NOWHERE, Edge, grad_memory
 
 
 @cache
@@ -21,9 +22,11 @@ def _kernels() -> Any:
 
 @dataclass(slots=True, kw_only=True)
 class Call(AttentionCall):
-    """``backend`` is ``triton``, ``gluon`` or ``gluon_fp8``; every pass is deterministic."""
+    """``backend`` is ``triton``, ``gluon`` or ``gluon_fp8``; every pass is deterministic. ``edges``: where the gradients of q, k and v go, for
+    ``grad_memory``."""
 
     backend: str
+    edges: tuple[Edge, ...] = NOWHERE
 
     def forward(self) -> tuple[Tensor, Tensor]:
         """Output ``[out_tokens, heads, v_dim]``, and log2 of the denominators ``[heads, out_tokens]`` float32, infinity where there is no key."""
@@ -47,23 +50,28 @@ class Call(AttentionCall):
         """
         if self.nothing_to_do():
             return self.q.new_zeros(self.q.shape), torch.zeros_like(lse)
-        dq = self.q.new_empty((self.out_tokens, *self.q.shape[1:]), dtype=torch.float32 if self.shared else self.q.dtype)
         delta = torch.empty_like(lse)
-        if self.backend != "triton" and not self.shared:
+        if self.shared:
+            dqs = self.q.new_empty((self.rows, *self.q.shape), dtype=torch.float32)
+            self._over_tiles("query_grad", out=out, lse=lse, dout=dout.contiguous(), dq=dqs, dq_token=dqs.stride(1), delta=delta)
+            return dqs.sum(0).to(self.q.dtype), delta
+        (dq,) = grad_memory(self.edges[:1], [self.q])
+        if self.backend != "triton":
             _hopper().query_grad(self, dout.contiguous(), dq, out=out, lse=lse, delta=delta)
         else:
-            self._over_tiles("query_grad", out=out, lse=lse, dout=dout.contiguous(), dq=dq, delta=delta)
-        return (dq.view(self.rows, *self.q.shape).sum(0).to(self.q.dtype) if self.shared else dq), delta
+            self._over_tiles("query_grad", out=out, lse=lse, dout=dout.contiguous(), dq=dq, dq_token=dq.stride(0), delta=delta)
+        return dq, delta
 
     def key_grad(self, dout: Tensor, delta: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
         """Gradients of k and v."""
         if self.nothing_to_do():
             return self.k.new_zeros(self.k.shape), self.v.new_zeros(self.v.shape)
-        dk, dv = self.k.new_empty(self.k.shape), self.v.new_empty(self.v.shape)
+        dk, dv = grad_memory(self.edges[1:3], [self.k, self.v])
         if self.backend != "triton":
             _hopper().key_grad(self, dout.contiguous(), dk, dv, lse=lse, delta=delta)
         else:
-            self._over_tiles("key_grad", lse=lse, dout=dout.contiguous(), delta=delta, dk=dk, dv=dv)
+            strides = {"dk_token": dk.stride(0), "dv_token": dv.stride(0)}
+            self._over_tiles("key_grad", lse=lse, dout=dout.contiguous(), delta=delta, dk=dk, dv=dv, **strides)
         return dk, dv
 
     def bias_grad(self, dout: Tensor, delta: Tensor, lse: Tensor) -> Tensor:

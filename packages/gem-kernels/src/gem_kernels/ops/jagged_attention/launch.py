@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from gem_core.ops.jagged_attention import flops
-from gem_kernels.ops.direct import differentiable, direct
+from gem_kernels.ops.direct import differentiable, unwatched
 from gem_kernels.ops.host import block_width, row_lengths
 from gem_kernels.ops.jagged_attention.call import Call
 
@@ -74,9 +74,9 @@ def _attend(
     return (out, torch.where(lse == torch.inf, -torch.inf, lse * math.log(2.0)).t()) if return_lse else out
 
 
-def _call(*settings: Any) -> Call:
+def _call(*settings: Any, **edges: Any) -> Call:
     names = ("q", "k", "v", "q_offsets", "k_offsets", "bias", "max_q", "max_k", "scale", "causal", "window", "backend")
-    return Call(op="jagged_attention", **dict(zip(names, settings, strict=True)))
+    return Call(op="jagged_attention", **dict(zip(names, settings, strict=True)), **edges)
 
 
 @torch.library.custom_op("gem_kernels::jagged_attention", mutates_args=())
@@ -205,12 +205,18 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 def _backward(ctx: Any, dout: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     *tensors, out, lse = ctx.saved_tensors
-    dq, delta = direct(_query_grad, dout, out, lse, *tensors, *ctx.settings)
+    settings = (*tensors, *ctx.settings)
+    if unwatched((dout, *tensors)):
+        call = _call(*settings, edges=ctx.next_functions[:3])
+        query_grad, key_grad, bias_grad = call.query_grad, call.key_grad, call.bias_grad
+    else:
+        query_grad, key_grad, bias_grad = (lambda *given, op=op: op(*given, *settings) for op in (_query_grad, _key_grad, _bias_grad))
+    dq, delta = query_grad(dout, out, lse)
     dk = dv = dbias = None
     if ctx.needs_input_grad[1] or ctx.needs_input_grad[2]:
-        dk, dv = direct(_key_grad, dout, delta, lse, *tensors, *ctx.settings)
+        dk, dv = key_grad(dout, delta, lse)
     if ctx.needs_input_grad[5]:
-        dbias = direct(_bias_grad, dout, delta, lse, *tensors, *ctx.settings)
+        dbias = bias_grad(dout, delta, lse)
     return (dq, dk, dv, None, None, dbias, *(None,) * 6)
 
 

@@ -4,9 +4,9 @@ With s = scale q kᵀ + bias over the keys that a query sees, lse = log Σ exp(s
 dv = pᵀ do, ds = p (do vᵀ - delta), dq = scale ds k, dk = scale dsᵀ q, dbias = ds. Scores are kept in powers of two: exp2 is what the hardware has.
 
 Programs stride over the tiles of a list of ``gem_kernels.common.schedule`` times the heads; ``*_token``, ``*_head`` are strides in elements;
-outputs and ``dout`` are contiguous. ``lse`` and ``delta`` are ``[heads, out_tokens]`` float32; ``lse`` is an exponent of two, and infinity for a
-query without key: its weights are 0. Compile-time arguments are in capitals. ``SHARED``: one query for all rows, whose outputs and gradients lie row
-by row.
+outputs and ``dout`` are contiguous, of gradients the heads of a token. ``lse`` and ``delta`` are ``[heads, out_tokens]`` float32; ``lse`` is an
+exponent of two, and infinity for a query without key: its weights are 0. Compile-time arguments are in capitals. ``SHARED``: one query for all rows,
+whose outputs and gradients lie row by row.
 """
 
 # Kernels are compiled from their source: they carry no types, and branches on compile-time values keep their form.
@@ -98,13 +98,12 @@ def forward_kernel(
 @triton.jit(do_not_specialize=_VARYING)
 def query_grad_kernel(
     q, k, v, bias, out, lse, dout, dq, delta, records, count, rows, heads, out_tokens, scale, window,
-    q_token, q_head, k_token, k_head, v_token, v_head, bias_row, bias_head, bias_q, bias_k,
+    q_token, q_head, k_token, k_head, v_token, v_head, dq_token, bias_row, bias_head, bias_q, bias_k,
     GROUP: tl.constexpr, DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BIAS: tl.constexpr, SHARED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """As the forward kernel; also writes ``delta``, which the other gradients need."""
     out_token = heads * V_DIM
-    dq_token = heads * DIM
     for item in range(tl.program_id(0).to(tl.int64), tl.load(count).to(tl.int64) * heads, tl.num_programs(0)):
         head = item % heads
         row, first, q_start, q_used, q_length, k_start, k_used, _ = read_tile(records, item // heads)
@@ -140,7 +139,7 @@ def query_grad_kernel(
 @triton.jit(do_not_specialize=_VARYING)
 def key_grad_kernel(
     q, k, v, bias, lse, dout, delta, dk, dv, records, count, rows, heads, out_tokens, scale, window,
-    q_token, q_head, k_token, k_head, v_token, v_head, bias_row, bias_head, bias_q, bias_k,
+    q_token, q_head, k_token, k_head, v_token, v_head, dk_token, dv_token, bias_row, bias_head, bias_q, bias_k,
     GROUP: tl.constexpr, DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BIAS: tl.constexpr, SHARED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -181,8 +180,8 @@ def key_grad_kernel(
                 ds = p * (dp - deltas[None, :])
                 dv_acc = tl.dot(p.to(do_tile.dtype), do_tile, dv_acc, input_precision=PRECISION)
                 dk_acc = tl.dot(ds.to(q_tile.dtype), q_tile, dk_acc, input_precision=PRECISION)
-        store_rows(dk + kv_head * DIM + k_start * (kv_heads * DIM), dk_acc * scale, first, k_length, kv_heads * DIM, BLOCK_N, DIM, BLOCK_D)
-        store_rows(dv + kv_head * V_DIM + k_start * (kv_heads * V_DIM), dv_acc, first, k_length, kv_heads * V_DIM, BLOCK_N, V_DIM, BLOCK_V)
+        store_rows(dk + kv_head * DIM + k_start * dk_token, dk_acc * scale, first, k_length, dk_token, BLOCK_N, DIM, BLOCK_D)
+        store_rows(dv + kv_head * V_DIM + k_start * dv_token, dv_acc, first, k_length, dv_token, BLOCK_N, V_DIM, BLOCK_V)
 
 
 @triton.jit(do_not_specialize=_VARYING)

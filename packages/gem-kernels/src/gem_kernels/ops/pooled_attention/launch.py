@@ -10,8 +10,9 @@ from torch.utils.flop_counter import register_flop_formula
 
 from gem_core.ops.pooled_attention import flops
 from gem_kernels.ops import host
-from gem_kernels.ops.direct import differentiable, direct
+from gem_kernels.ops.direct import differentiable, unwatched
 from gem_kernels.ops.limits import MAX_WIDTH
+from gem_kernels.ops.places import grad_memory
 from gem_kernels.ops.ragged import copied, ragged
 
 RUNS = 256
@@ -118,20 +119,29 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, max_k: int, scale
 def _grad(
     dout: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, max_k: int, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    call = _Inputs(q, k, v, offsets, max_k, scale).made_readable()
+    return _gradients(dout, out, lse, _Inputs(q, k, v, offsets, max_k, scale), k.new_empty(k.shape), v.new_empty(v.shape))
+
+
+def _gradients(dout: Tensor, out: Tensor, lse: Tensor, inputs: _Inputs, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of the seeds, of k and of v; the last two are written to ``dk`` and ``dv``."""
+    call = inputs.made_readable()
     if call.nothing_to_do():
-        return q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
+        return torch.zeros_like(call.q), dk.zero_(), dv.zero_()
     dout = dout.contiguous()
     delta = (dout.float() * out.float()).sum(-1)
-    dk, dv = k.new_empty(k.shape), v.new_empty(v.shape)
     shared: dict[str, Any] = {"dout": dout, "lse": lse, "delta": delta}
     block_m, block_n, _, stages = call.blocks()
     if fused(call):
-        return _grad_at_once(call, dk, dv, stages, shared)
-    tiles = call.rows * k.shape[1] * -(-max_k // block_n)
+        return _grad_at_once(call, dk, dv, stages, shared), dk, dv
+    kv_heads = call.k.shape[1]
+    tiles = call.rows * kv_heads * -(-call.max_k // block_n)
     # Few seeds make a short loop, which a pipeline only takes registers from.
-    call.run(_kernels().key_grad_kernel, tiles, pipelined=False, dk=dk, dv=dv, kv_heads=k.shape[1], **shared)
+    call.run(_kernels().key_grad_kernel, tiles, pipelined=False, kv_heads=kv_heads, **_written(dk, dv), **shared)
     return _query_grad(call, block_m, shared), dk, dv
+
+
+def _written(dk: Tensor, dv: Tensor) -> dict[str, Any]:
+    return {"dk": dk, "dv": dv, "dk_token": dk.stride(0), "dv_token": dv.stride(0)}
 
 
 def fused(call: _Inputs) -> bool:
@@ -139,18 +149,18 @@ def fused(call: _Inputs) -> bool:
     return call.q.shape[-3] <= call.blocks()[0] and call.q.shape[-2] == call.k.shape[1]
 
 
-def _grad_at_once(call: _Inputs, dk: Tensor, dv: Tensor, stages: int, shared: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of the seeds, of k and of v."""
+def _grad_at_once(call: _Inputs, dk: Tensor, dv: Tensor, stages: int, shared: dict[str, Any]) -> Tensor:
+    """Gradient of the seeds; writes those of k and v."""
     dq, splits, per_run = _query_sums(call, FUSED_RUNS, 1)
     runs, heads, block = dq.shape[0], dq.shape[3], call.blocks()[1]
     engine = copied(call.k, call.v)
     described = {"k": call.k, "v": call.v, "dk_desc": dk, "dv_desc": dv}
     given = {name: ragged(x, block) for name, x in described.items()} if engine else {"dk_desc": None, "dv_desc": None}
     call.run(
-        _kernels().grad_kernel, runs * splits * heads, pipelined=False, dq=dq, dk=dk, dv=dv, heads=heads, splits=splits, rows_per_run=per_run,
-        STAGES=stages, ENGINE=engine, **given, **shared,
+        _kernels().grad_kernel, runs * splits * heads, pipelined=False, dq=dq, heads=heads, splits=splits, rows_per_run=per_run, STAGES=stages,
+        ENGINE=engine, **_written(dk, dv), **given, **shared,
     )  # fmt: skip
-    return _added(call, dq), dk, dv
+    return _added(call, dq)
 
 
 def _query_sums(call: _Inputs, most: int, seed_tiles: int) -> tuple[Tensor, int, int]:
@@ -193,7 +203,14 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 
 def _backward(ctx: Any, dout: Tensor, dlse: Any) -> tuple[Tensor | None, ...]:
-    return (*direct(_grad, dout, *ctx.saved_tensors, *ctx.settings), None, None, None)
+    out, lse, *tensors = ctx.saved_tensors
+    inputs = _Inputs(*tensors, *ctx.settings)
+    if unwatched((dout, *ctx.saved_tensors)):
+        dk, dv = grad_memory(ctx.next_functions[1:3], (inputs.k, inputs.v))
+        grads = _gradients(dout, out, lse, inputs, dk, dv)
+    else:
+        grads = _grad(dout, out, lse, *inputs)
+    return (*grads, None, None, None)
 
 
 _op = differentiable(_forward, _backward, _save)

@@ -6,7 +6,8 @@ dq = scale ds k; the gradient of shared seeds is added over runs of rows in row 
 where a tile holds all seeds; more seeds, or heads that share keys, take one for the keys and one for the seeds.
 
 Arguments shared by the kernels: seed ``s`` of row ``r`` lies at ``r * q_row + s * q_seed``, with ``q_row`` 0 for shared seeds. Logarithms are base 2.
-``lse`` and ``delta`` are float32 ``[rows, seeds, heads]``; outputs and ``dout`` are contiguous.
+``lse`` and ``delta`` are float32 ``[rows, seeds, heads]``; outputs and ``dout`` are contiguous,
+of dk and dv the heads of a token.
 """
 
 # Kernels are compiled from their source and carry no types.
@@ -78,7 +79,7 @@ def forward_kernel(
 @triton.jit(do_not_specialize=_VARYING)
 def grad_kernel(
     q, k, v, dout, lse, delta, dq, dk, dv, dk_desc, dv_desc, offsets, rows, seeds, heads, total, max_k, tiles, splits, rows_per_run, scale,
-    q_row, q_seed, q_head, k_token, k_head, v_token, v_head,
+    q_row, q_seed, q_head, k_token, k_head, v_token, v_head, dk_token, dv_token,
     GROUP: tl.constexpr, DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, ENGINE: tl.constexpr,
 ):  # fmt: skip
@@ -111,16 +112,16 @@ def grad_kernel(
                 p = tl.exp2(s - sums[None, :])
                 ds = (p * (dp - means[None, :])).to(k_tile.dtype)
                 dv_tile = tl.dot(p.to(do_tile.dtype), do_tile, input_precision=PRECISION)
-                store_tile(dv_desc if ENGINE else dv, dv_tile, head, start, n, high, heads, BLOCK_N, V_DIM, BLOCK_V, ENGINE)
+                store_tile(dv_desc if ENGINE else dv, dv_tile, head, start, n, high, dv_token, BLOCK_N, V_DIM, BLOCK_V, ENGINE)
                 dk_tile = tl.dot(ds, q_tile, input_precision=PRECISION) * scale
-                store_tile(dk_desc if ENGINE else dk, dk_tile, head, start, n, high, heads, BLOCK_N, DIM, BLOCK_D, ENGINE)
+                store_tile(dk_desc if ENGINE else dk, dk_tile, head, start, n, high, dk_token, BLOCK_N, DIM, BLOCK_D, ENGINE)
                 acc = tl.dot(tl.trans(k_tile), ds, acc, input_precision=PRECISION)
             if split == splits - 1:
                 end = start + length
                 if row == rows - 1:
                     end = tl.maximum(end, total)
-                zero_rows(dk_base, start + used, end, heads * DIM, BLOCK_N, DIM, BLOCK_D)
-                zero_rows(dv_base, start + used, end, heads * V_DIM, BLOCK_N, V_DIM, BLOCK_V)
+                zero_rows(dk_base, start + used, end, dk_token, BLOCK_N, DIM, BLOCK_D)
+                zero_rows(dv_base, start + used, end, dv_token, BLOCK_N, V_DIM, BLOCK_V)
         base = dq + ((run * splits + split) * seeds * heads + head) * DIM
         store_rows(base, tl.trans(acc) * scale, 0, seeds, heads * DIM, BLOCK_M, DIM, BLOCK_D)
 
@@ -164,15 +165,13 @@ def query_grad_kernel(
 @triton.jit(do_not_specialize=_VARYING)
 def key_grad_kernel(
     q, k, v, dout, lse, delta, dk, dv, offsets, rows, seeds, kv_heads, total, max_k, tiles, scale,
-    q_row, q_seed, q_head, k_token, k_head, v_token, v_head,
+    q_row, q_seed, q_head, k_token, k_head, v_token, v_head, dk_token, dv_token,
     GROUP: tl.constexpr, DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """A tile is ``BLOCK_N`` keys of one (row, key head); scores are kept transposed, ``[keys, seeds]``."""
     k_tiles = tl.cdiv(max_k, BLOCK_N)
     heads = kv_heads * GROUP
-    dk_token = kv_heads * DIM
-    dv_token = kv_heads * V_DIM
     for tile in range(tl.program_id(0).to(tl.int64), tiles, tl.num_programs(0)):
         first = tile % k_tiles * BLOCK_N
         kv_head = tile // k_tiles % kv_heads
