@@ -60,22 +60,19 @@ def ladder() -> list[str]:
     lines = [f"Measured on {where(rows)}; `x` is samples a second over the first row of the recipe.", ""]
     for recipe in dict.fromkeys(recipe for recipe, _ in found):
         mine = [row for (name, _), row in found.items() if name == recipe]
-        first = float(mine[0]["samples_per_s"])
-        lines += table(
-            f"`{recipe}` | samples/s | x | ms | p99 / p50 | TFLOP/s | MFU % | weighted % | HFU % | GiB | NE | data % | first step s | steps",
-            [
-                [
-                    row["rung"], number(row["samples_per_s"]), f"{float(row['samples_per_s']) / first:.2f}", number(row["ms"], 1),
-                    f"{float(row['ms_p99']) / float(row['ms']):.3f}", number(row["model_tflops"]), percent(row["mfu_bf16"]),
-                    percent(row["mfu_weighted"]), percent(row["hfu"]), number(row["peak_gib"], 1), number(row["ne"], 4), percent(row["data_share"], 2),
-                    number(row["first_step_s"], 1), row["steps"],
-                ]
-                for row in mine
-            ],
-        )  # fmt: skip
-        lines.append("")
+        header = "samples/s | x | ms | p99 / p50 | TFLOP/s | MFU % | weighted % | HFU % | GiB | NE | data % | first step s | steps"
+        lines += [*table(f"`{recipe}` | {header}", [rung(row, mine[0]) for row in mine]), ""]
     told = {(row["recipe"], row["rung"]): row["note"] for row in rows if not row["samples_per_s"] and (row["recipe"], row["rung"]) not in found}
     return [*lines, *(f"- `{recipe}`, {rung}: {note}" for (recipe, rung), note in told.items()), *([""] if told else [])]
+
+
+def rung(row: dict[str, str], first: dict[str, str]) -> list[str]:
+    """The cells of one rung."""
+    factor, steady = float(row["samples_per_s"]) / float(first["samples_per_s"]), float(row["ms_p99"]) / float(row["ms"])
+    speed = [number(row["samples_per_s"]), f"{factor:.2f}", number(row["ms"], 1), f"{steady:.3f}", number(row["model_tflops"])]
+    shares = [percent(row[key]) for key in ("mfu_bf16", "mfu_weighted", "hfu")]
+    rest = [number(row["peak_gib"], 1), number(row["ne"], 4), percent(row["data_share"], 2), number(row["first_step_s"], 1), row["steps"]]
+    return [row["rung"], *speed, *shares, *rest]
 
 
 def layers() -> list[str]:
@@ -84,19 +81,18 @@ def layers() -> list[str]:
     if not rows:
         return []
     times, flops = (sum(float(row[key]) * int(row["count"]) for row in rows) for key in ("ms", "flops"))
-    share = flops / times / 1e9 / float(PEAK_TFLOPS)
-    lines = [f"`{rows[0]['recipe']}` on {where(rows, 'device')}: {flops / 1e12:.1f} TFLOP in {times:.1f} ms, local MFU {100 * share:.1f} %.", ""]
+    share = flops / times / 1e9 / PEAK_TFLOPS
+    about = f"`{rows[0]['recipe']}` on {where(rows, 'device')}: {flops / 1e12:.1f} TFLOP in {times:.1f} ms, local MFU {100 * share:.1f} %."
     heaviest = sorted(rows, key=lambda row: -float(row["ms"]) * int(row["count"]))
-    return lines + table(
-        "layer | times | ms, forward | ms, backward | GFLOP | MB | MFU % | bound by | over the floor",
-        [
-            [
-                f"{row['layer']} `{row['module']}`", row["count"], number(row["forward_ms"], 2), number(row["backward_ms"], 2), number(str(float(row["flops"]) / 1e9)),
-                number(str(float(row["moved"]) / 1e6)), percent(row["mfu"]), row["bound"], f"{float(row['over_floor']):.1f}",
-            ]
-            for row in heaviest
-        ],
-    )  # fmt: skip
+    header = "layer | times | ms, forward | ms, backward | GFLOP | MB | MFU % | bound by | over the floor"
+    return [about, "", *table(header, [layer(row) for row in heaviest])]
+
+
+def layer(row: dict[str, str]) -> list[str]:
+    """The cells of one layer."""
+    work = [f"{float(row['flops']) / 1e9:,.0f}", f"{float(row['moved']) / 1e6:,.0f}"]
+    spent = [number(row["forward_ms"], 2), number(row["backward_ms"], 2)]
+    return [f"{row['layer']} `{row['module']}`", row["count"], *spent, *work, percent(row["mfu"]), row["bound"], f"{float(row['over_floor']):.1f}"]
 
 
 PEAK_TFLOPS = 989
@@ -123,15 +119,10 @@ def headline() -> list[str]:
             best[recipe] = row
     if not best:
         return []
-    lines = [
-        [f"`{recipe}`", number(row["samples_per_s"]), number(row["ms"], 1), number(row["model_tflops"]), percent(row["mfu_bf16"])]
-        for recipe, row in best.items()
-    ]
-    return [
-        f"Whole training steps, data, tables and updates included, on {where(rows)}:",
-        "",
-        *table("recipe | samples/s | ms | TFLOP/s | MFU %", lines),
-    ]
+    cells = {recipe: [number(row["samples_per_s"]), number(row["ms"], 1), number(row["model_tflops"])] for recipe, row in best.items()}
+    lines = [[f"`{recipe}`", *cells[recipe], percent(row["mfu_bf16"])] for recipe, row in best.items()]
+    about = f"Whole training steps, data, tables and updates included, on {where(rows)}:"
+    return [about, "", *table("recipe | samples/s | ms | TFLOP/s | MFU %", lines)]
 
 
 SECTIONS: dict[str, tuple[Path, Callable[[], list[str]]]] = {

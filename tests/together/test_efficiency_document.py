@@ -12,7 +12,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 FILE = ROOT / "benchmarks" / "document.py"
 spec = importlib.util.spec_from_file_location("gem_document", FILE)
-assert spec is not None and spec.loader is not None
+assert spec is not None
+assert spec.loader is not None
 document: Any = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(document)
 
