@@ -10,10 +10,17 @@ from gem_precision.formats import find_format, quantize
 
 pytest.importorskip("triton")
 
-from gem_precision.kernels.cast import Operand, cast_and_sum, cast_both, cast_weight
+import triton
+import triton.language as tl
+
+from gem_precision.kernels import cast as module
+from gem_precision.kernels.cast import Operand, cast_and_sum, cast_both, cast_weight, comes_in_pairs
+from gem_precision.kernels.language import inverse_scale, scale
+from gem_precision.kernels.words import _scales
 
 ROW, SQUARE = find_format("fp8_e4m3_1x128"), find_format("fp8_e4m3_128x128")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # numpy's, of infinity times 0, in the interpreter
 
 
 def padded(x):
@@ -48,7 +55,7 @@ def poisoned(monkeypatch):
 
 
 @pytest.mark.parametrize("rows", [0, 1, 127, 128, 131])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_a_matrix_is_cast_along_both_axes_with_rows_of_zeros_behind_it(block_numbers, poisoned, rows, dtype):
     x = block_numbers(max(rows, 1), 256, rows)[:rows].to(DEVICE)
     if dtype == torch.float16:
@@ -56,26 +63,75 @@ def test_a_matrix_is_cast_along_both_axes_with_rows_of_zeros_behind_it(block_num
     check_both(x.to(dtype))
 
 
-def test_blocks_of_zeros_of_tiny_numbers_and_of_none(block_numbers, poisoned):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_blocks_of_zeros_of_tiny_numbers_and_of_none(block_numbers, poisoned, dtype):
     x = block_numbers(256, 128).to(DEVICE)
     x[3], x[:, 5], x[128:, 7] = 0, 0, 0
     x[10] = 2.0**-125 * x[10].sign()  # its scale is 2^-127, which is subnormal
     x[20, 30], x[200, 40], x[201, 41] = float("nan"), float("inf"), float("-inf")
-    both = check_both(x)
+    both = check_both(x.to(dtype))
     assert both.along.scales[3, 0] == both.along.scales[10, 0] == 2.0**-127
     assert both.along.scales.isnan().sum() == 3
     assert both.turned.scales.isnan().sum() == 3
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rows", [0, 1, 131, 256])
-def test_a_cast_also_sums_over_rows(block_numbers, poisoned, rows):
+def test_a_cast_also_sums_over_rows(block_numbers, poisoned, rows, dtype):
     x = block_numbers(max(rows, 1), 256, rows)[:rows].to(DEVICE)
-    both, sums = cast_and_sum(x)
+    both, sums = cast_and_sum(x.to(dtype))
     assert same(both.turned.dequantize(), cast_both(x).turned.dequantize())
     wanted = x.double().sum(0)
     assert sums.dtype == torch.float32
     assert sums.shape == (256,)
     assert ((sums.double() - wanted).abs() <= 1e-5 * x.double().abs().sum(0)).all()
+
+
+@pytest.mark.parametrize("programs", [1, 2, 5])
+def test_a_program_that_casts_many_tiles_gives_what_one_for_each_gives(block_numbers, poisoned, monkeypatch, programs):
+    """Of two columns of tiles: one program for each, the same, and two that share five strips."""
+    monkeypatch.setattr(module, "PROGRAMS", programs)
+    x = block_numbers(600, 256, 4).to(DEVICE).bfloat16()
+    check_both(x)
+    both, sums = cast_and_sum(x)
+    assert same(both.turned.dequantize(), cast_both(x.float()).turned.dequantize())
+    assert ((sums.double() - x.double().sum(0)).abs() <= 1e-5 * x.double().abs().sum(0)).all()
+
+
+def test_bfloat16_is_cast_in_words_where_it_lies_in_words(block_numbers, monkeypatch):
+    wide = block_numbers(130, 512, 3).to(DEVICE).bfloat16()
+    views = {"whole": wide, "columns": wide[:, 128:384], "every other row": wide[::2, :128], "odd": wide[:, 1:129], "one row": wide[:1, :128]}
+    flat = block_numbers(1, 129 * 130, 5).to(DEVICE).bfloat16().view(130, 129)
+    views |= {"rows of 129": flat[:, :128], "another dtype": wide.float()}
+    assert {name: comes_in_pairs(view) for name, view in views.items()} == dict.fromkeys(views, True) | dict.fromkeys(
+        ("odd", "rows of 129", "another dtype"), False
+    )
+    for view in views.values():
+        assert same(cast_both(view).turned.dequantize(), cast_both(view.float().contiguous()).turned.dequantize())
+    monkeypatch.setattr(module, "FARTHEST", 200)
+    assert comes_in_pairs(wide[:, :128].contiguous())
+    assert not comes_in_pairs(wide)
+
+
+@triton.jit
+def scales_kernel(words, bits, out, N: tl.constexpr):
+    """Two at a time, and one by one."""
+    pair, each = tl.arange(0, N), tl.arange(0, 2 * N)
+    first, second, by_first, by_second = _scales(tl.load(words + pair))
+    tl.store(out + each, tl.interleave(first, second))
+    tl.store(out + 2 * N + each, tl.interleave(by_first, by_second))
+    tl.store(out + 4 * N + each, scale(tl.load(bits + each)))
+    tl.store(out + 6 * N + each, inverse_scale(tl.load(bits + each)))
+
+
+def test_scales_of_two_blocks_at_once_are_those_of_each_for_every_magnitude():
+    magnitudes = torch.arange(1 << 15, dtype=torch.int32, device=DEVICE)
+    order = torch.randperm(1 << 15, generator=torch.Generator().manual_seed(0)).to(DEVICE)  # neighbours that have nothing to do with each other
+    out = torch.empty(4, 1 << 15, device=DEVICE)
+    scales_kernel[(1,)](magnitudes[order].short().view(torch.int32), magnitudes[order] << 16, out, 1 << 14)
+    for pairs, single in ((out[0], out[2]), (out[1], out[3])):
+        assert same(pairs, single)
+    assert out[0].isnan().sum() == 1 << 7
 
 
 def test_scales_step_at_448_times_a_power_of_two():
@@ -155,3 +211,17 @@ def test_elements_round_as_the_formats_do(dtype):
     weight = cast_weight(full)
     assert agrees(weight.along, full, SQUARE)
     assert same(weight.turned.dequantize(), quantize(full, SQUARE).dequantize().T)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
+@pytest.mark.parametrize(("rows", "columns"), [(70_001, 128), (30_000, 1024), (9_999, 4096)])
+def test_programs_that_cast_many_tiles_round_as_the_formats_do(rows, columns):
+    torch.manual_seed(0)
+    x = (torch.randn(rows, columns, device="cuda") * torch.logspace(-30, 30, rows, device="cuda")[:, None]).bfloat16()
+    both = check_both(x)
+    again, sums = cast_and_sum(x)
+    assert same(again.along.elements.float(), both.along.elements.float())
+    assert same(again.turned.elements.float(), both.turned.elements.float())
+    assert same(again.turned.scales, both.turned.scales)
+    assert ((sums.double() - x.double().sum(0)).abs() <= 1e-5 * x.double().abs().sum(0)).all()

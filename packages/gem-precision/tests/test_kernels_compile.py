@@ -73,6 +73,21 @@ def test_casts_read_and_write_wide_and_exchange_no_single_bytes():
 
 
 @pytest.mark.slow
+def test_a_cast_on_words_compares_two_at_a_time_and_has_the_next_tile_on_its_way():
+    types = {"x": "*i32", "out": "*i16"}
+    plain, summed = build(*(("words", "cast_words_kernel", {"SUM": kind, "STAGES": 2}, types, 128) for kind in (False, True)))
+    for kernel in (plain, summed):
+        assert "max.u16x2" in kernel["ptx"]
+        assert "cp.async.cg.shared.global" in kernel["ptx"]
+        assert accesses(kernel, "st.global") == {"v4.b32", "b32"}
+        assert not {word for kind in ("st.shared", "ld.shared") for word in accesses(kernel, kind) if word.endswith("b8")}
+        assert kernel["registers"] <= 128
+        assert kernel["shared"] <= 227 * 1024 // 2
+    assert plain["spilled"] == 0
+    assert summed["spilled"] <= 128  # nearly all of it outside the loop
+
+
+@pytest.mark.slow
 def test_products_use_fp8_tensor_cores_and_bulk_copies():
     kinds = [
         {"SQUARE": True, "WIDE": False, "STAGES": 4},

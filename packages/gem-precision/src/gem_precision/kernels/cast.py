@@ -15,6 +15,7 @@ from torch import Tensor
 from gem_core.spec import RequestError
 from gem_precision.kernels.language import (
     BLOCK,
+    MULTIPROCESSORS,
     QUARTER,
     inverse_scale,
     largest,
@@ -25,10 +26,17 @@ from gem_precision.kernels.language import (
     tl,
     triton,
 )
+from gem_precision.kernels.words import cast_words_kernel
 
 SIDE = int(BLOCK)
 LAUNCH = {"num_warps": 8, "maxnreg": 128}
 """Of the kernels that write tiles. So many registers a thread at most let two programs share a multiprocessor: one loads while the other stores."""
+PROGRAMS = 2 * MULTIPROCESSORS
+"""Of a cast on words: as many as run at once."""
+STAGES = 2
+"""Tiles that a program of it holds: the one that it casts, and the next."""
+FARTHEST = 1 << 24
+"""Rows and words in a row of a matrix up to which places inside a tile are 32-bit numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +140,7 @@ def cast_both(x: Tensor) -> Both:
         RequestError: another shape or layout.
     """
     require_matrix("cast_both", x)
-    return _cast(x, None)
+    return _cast(x, summed=False)[0]
 
 
 def cast_and_sum(x: Tensor) -> tuple[Both, Tensor]:
@@ -142,18 +150,32 @@ def cast_and_sum(x: Tensor) -> tuple[Both, Tensor]:
         RequestError: as ``cast_both``.
     """
     require_matrix("cast_and_sum", x)
-    sums = torch.empty(-(-x.shape[0] // SIDE), x.shape[1], device=x.device)
-    return _cast(x, sums), sums.sum(0)
+    both, sums = _cast(x, summed=True)
+    return both, sums.sum(0)
 
 
-def _cast(x: Tensor, sums: Tensor | None) -> Both:
+def _cast(x: Tensor, *, summed: bool) -> tuple[Both, Tensor]:
+    """And sums of the columns of groups of rows, ``[groups, columns]`` float32, if they are asked for."""
     rows, columns = x.shape
     both = Both.empty(rows, columns, x.device)
-    if x.numel():
-        padded, written = both.along.elements.shape[0], (*both.words(), x if sums is None else sums)
-        tiles = padded // SIDE * (columns // SIDE)
-        cast_both_kernel[(tiles,)](x, x.stride(0), rows, columns, padded, *written, SUM=sums is not None, **LAUNCH)
-    return both
+    padded, across, pairs = both.along.elements.shape[0], columns // SIDE, comes_in_pairs(x)
+    groups = max(1, min(padded // SIDE, PROGRAMS // across)) if pairs else padded // SIDE
+    sums = torch.zeros(groups if summed else 0, columns, device=x.device)
+    if x.numel() and pairs:
+        elements, *others = both.words()
+        written = (elements.view(torch.int16), *others, sums)
+        cast_words_kernel[(groups * across,)](
+            x.detach().view(torch.int32), x.stride(0) // 2, rows, columns, padded, *written, SUM=summed, STAGES=STAGES, **LAUNCH
+        )
+    elif x.numel():
+        cast_both_kernel[(groups * across,)](x, x.stride(0), rows, columns, padded, *both.words(), sums, SUM=summed, **LAUNCH)
+    return both, sums
+
+
+def comes_in_pairs(x: Tensor) -> bool:
+    """It can be read as 32-bit words of two bfloat16, places inside a tile fit in 32 bits."""
+    even = x.stride(0) % 2 == 0 and x.storage_offset() % 2 == 0
+    return x.dtype == torch.bfloat16 and even and max(x.stride(0), x.shape[0]) < FARTHEST
 
 
 def cast_weight(weight: Tensor) -> Both:

@@ -75,7 +75,7 @@ def _byte(x, SHIFT: tl.constexpr):
 
 
 @triton.jit
-def _word(x0, x1, x2, x3):
+def word(x0, x1, x2, x3):
     """Four float32 in E4M3 as one 32-bit word, ``x0`` lowest."""
     if INTERPRETED:
         return _byte(x0, 0) | _byte(x1, 8) | _byte(x2, 16) | _byte(x3, 24)
@@ -103,7 +103,7 @@ def store_turned(q0, q1, q2, q3, factor, base, row, column, stride):
         row: the tile's first row, a multiple of 128.
         column: its first column, int64.
     """
-    words = _word(q0 * factor, q1 * factor, q2 * factor, q3 * factor)
+    words = word(q0 * factor, q1 * factor, q2 * factor, q3 * factor)
     columns = column + tl.arange(0, BLOCK)
     places = row // 4 + tl.arange(0, QUARTER)
     tl.store(base + columns[:, None] * stride + places[None, :], tl.trans(words))
@@ -123,7 +123,7 @@ def largest(q0, q1, q2, q3):
 
 
 @triton.jit
-def _interleaved(x0, x1, x2, x3):
+def interleaved(x0, x1, x2, x3):
     """A number for each row of four quarters, ``[32]`` each, in the order of rows: ``[32, 4]``."""
     return tl.reshape(tl.join(tl.join(x0, x2), tl.join(x1, x3)), [QUARTER, 4])
 
@@ -148,7 +148,7 @@ def store_both(q0, q1, q2, q3, row_tile, column_tile, columns, padded, out, out_
     store_elements(q3 * inverse_scale(b3)[:, None], out, row + 3, column, columns)
     rows = row + 4 * tl.arange(0, QUARTER)[:, None] + tl.arange(0, 4)[None, :]
     # one store of all 128 scales: each exchange between threads costs two barriers
-    tl.store(out_scale + tl.cast(column_tile, tl.int64) * padded + rows, scale(_interleaved(b0, b1, b2, b3)))
+    tl.store(out_scale + tl.cast(column_tile, tl.int64) * padded + rows, scale(interleaved(b0, b1, b2, b3)))
     bits = tl.max(largest(q0, q1, q2, q3), 0)
     store_turned(q0, q1, q2, q3, inverse_scale(bits)[None, :], turned, row, column.to(tl.int64), padded // 4)
     tl.store(turned_scale + row_tile.to(tl.int64) * columns + column + tl.arange(0, BLOCK), scale(bits))
