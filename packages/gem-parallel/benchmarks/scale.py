@@ -27,7 +27,7 @@ RECIPES = {"gem-h200-1024": ("data.options.test_rows=1024", "data.options.worker
 """What is set on GPUs: no figure of a step depends on these."""
 SMALL = {
     "gem-h200-1024": (
-        *("precision.recipe=fp32", "kernels.on_reference=warn", "data.options.workers=0", "data.batch_size=64"),
+        *("precision.recipe=fp32", "precision.options={}", "kernels.on_reference=warn", "data.options.workers=0", "data.batch_size=64"),
         *("data.options.rows=4096", "data.options.test_rows=64", "data.options.items=20000", "data.options.users=2000"),
         "data.options.sequences=["
         '{name="views", mean=30.0, longest=128}, {name="clicks", mean=15.0, longest=64}, {name="buys", mean=8.0, longest=32}]',

@@ -105,6 +105,27 @@ def test_a_planned_run_has_the_bits_of_the_plain_model(plain: Any) -> None:
     assert all(torch.equal(weights[name], weight) for name, weight in plain[1].items())
 
 
+FINE = ("layers.*.qkv", "layers.*.norm", "layers.3", "head")
+
+
+@pytest.mark.parametrize("policy", ["recompute", "offload"])
+def test_blocks_that_are_named_give_the_bits_of_the_plain_model(plain: Any, policy: str) -> None:
+    losses, weights, strategy = train(blocks=FINE, policies=rules(("*", policy)))
+    assert strategy is not None
+    small = [f"layers.{i}.{part}" for i in range(3) for part in ("qkv", "norm")]
+    assert strategy.describe()["policies"] == dict.fromkeys([*small, "layers.3", "head"], policy), "of nested ones the outermost"
+    assert losses == plain[0]
+    assert all(torch.equal(weights[name], weight) for name, weight in plain[1].items() if not name.endswith("steps"))
+
+
+def test_a_plan_of_named_blocks_measures_each() -> None:
+    told = report(blocks=("layers.*.qkv", "layers.*.out"), budget=1.0)
+    assert [block.name for block in told.blocks] == [f"layers.{i}.{part}" for i in range(4) for part in ("qkv", "out")]
+    for block in told.blocks:
+        assert block.saved == 4 * ROWS * DIM, "a linear layer saves its input"
+        assert block.seconds > 0
+
+
 def test_the_comparison_sees_dropout_that_draws_anew(plain: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from gem_parallel.memory import activations
 
@@ -209,6 +230,8 @@ def test_what_a_run_says_of_its_plan() -> None:
 def test_what_cannot_be_is_refused() -> None:
     with pytest.raises(RequestError, match=r"no block has such a name; there are layers\.0"):
         Activations(policies=rules(("layer.*", "recompute"))).apply(Model(), CONTEXT)
+    with pytest.raises(RequestError, match=r"blocks 'layer\.\*'.*no module has such a name; one is stem"):
+        Activations(budget=1.0, blocks=("head", "layer.*")).apply(Model(), CONTEXT)
     with pytest.raises(RequestError, match="no list of blocks"):
         Activations(budget=1.0).apply(nn.Linear(2, 2), CONTEXT)
 

@@ -24,8 +24,9 @@ BACKWARD_OVER_FORWARD = 2
 class Activations:
     """Each block keeps what it saves for backward, computes it again, holds it in host memory, or holds it in eight bits.
 
-    A block is an entry of a list of modules under the model, as for ``fsdp``. With a budget, the first forward pass for training is preceded by one
-    that measures: it keeps nothing, and leaves random state and buffers as they were. All ranks then plan on the largest figures of any of them.
+    A block is an entry of a list of modules under the model, as for ``fsdp``, or a module that ``blocks`` names: smaller ones leave a plan more to
+    choose from, and less is alive at once when one is computed again. With a budget, the first forward pass for training is preceded by one that
+    measures: it keeps nothing, and leaves random state and buffers as they were. All ranks then plan on the largest figures of any of them.
 
     ``keep``, ``recompute`` and ``offload`` give the same bits. ``fp8`` rounds activations that gradients are computed from (relative error 1/16 at
     most of each, or 2.2e-6 of the largest in its row); the forward pass is the same.
@@ -34,10 +35,18 @@ class Activations:
         budget: GB that the blocks of a rank may hold for backward; None plans nothing.
         policies: rules by block name.
         allow: what a plan may choose beside keeping.
+        blocks: patterns of names of modules.
     """
 
-    def __init__(self, *, budget: float | None = None, policies: Sequence[Any] = (), allow: Sequence[str] = ("recompute", "offload")) -> None:
-        self._budget, self._allow = None if budget is None else int(budget * 1e9), tuple(allow)
+    def __init__(
+        self,
+        *,
+        budget: float | None = None,
+        policies: Sequence[Any] = (),
+        allow: Sequence[str] = ("recompute", "offload"),
+        blocks: Sequence[str] = (),
+    ) -> None:
+        self._budget, self._allow, self._named = None if budget is None else int(budget * 1e9), tuple(allow), tuple(blocks)
         self._rules = [BlockRule.model_validate(rule) for rule in policies]
         self._policies: dict[str, str] = {}
         self._measured: list[Measured] = []
@@ -51,11 +60,11 @@ class Activations:
         """``module`` itself; the ``forward`` of its blocks is replaced.
 
         Raises:
-            RequestError: it has no blocks, or a rule matches none.
+            RequestError: it has no blocks, or a pattern matches none.
         """
         self._world, self._device = context.world, torch.device(context.device)
         inner = module.module if isinstance(module, nn.parallel.DistributedDataParallel) else module
-        found = dict(blocks(inner))
+        found = named_blocks(inner, self._named) if self._named else dict(blocks(inner))
         if not found:
             raise RequestError("strategy 'activations'", "the model has no list of blocks", "Use a model with layers, such as gem, or leave it out.")
         for rule in self._rules:
@@ -204,3 +213,21 @@ class Activations:
             peak = max(peak, held + m.saved)
             held += self._planned[m.name].bytes
         return peak
+
+
+def named_blocks(module: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Module]:
+    """The modules within ``module`` whose names match, those within another one that does left out.
+
+    Raises:
+        RequestError: a pattern matches no name.
+    """
+    names = {name: child for name, child in module.named_modules() if name}
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            so = f"no module has such a name; one is {next(iter(names), 'missing')}"
+            raise RequestError(f"strategy 'activations' with blocks {pattern!r}", so, "Name modules of the model; * and ? are as in a shell.")
+    found: dict[str, nn.Module] = {}
+    for name, child in names.items():  # parents come before what is in them
+        if any(fnmatchcase(name, pattern) for pattern in patterns) and not any(name.startswith(f"{outer}.") for outer in found):
+            found[name] = child
+    return found

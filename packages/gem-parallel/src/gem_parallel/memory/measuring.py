@@ -14,7 +14,8 @@ from torch.utils._pytree import tree_leaves
 
 from gem_parallel.memory.storing import Eighths, Offloaded, Scope, bytes_in_eight_bits, is_activation, storage_of
 
-_TRIAL_BYTES = 1 << 24
+_TRIAL = {"cuda": (1 << 28, torch.bfloat16), "cpu": (1 << 24, torch.float32)}
+"""Bytes and dtype of the tensor whose copies are timed: more than a GPU's cache holds, in the dtype of most activations there."""
 
 
 @dataclass(slots=True)
@@ -93,7 +94,8 @@ def copy_speeds(device: torch.device) -> tuple[float, float]:
 
     Measured on one tensor. Collective where there is a process group.
     """
-    sample = torch.ones(_TRIAL_BYTES // 4096, 1024, device=device)
+    size, dtype = _TRIAL[device.type]
+    sample = torch.ones(size // 1024 // dtype.itemsize, 1024, dtype=dtype, device=device)
     best = [float("inf"), float("inf")]
     for _ in range(3):
         begun = _now(device)

@@ -25,6 +25,8 @@ class ActivationOptions(BaseModel):
 
     budget: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     """GB that the blocks of a rank may hold for backward. The first training batch is measured, and the blocks share the budget at least cost."""
+    blocks: tuple[str, ...] = ()
+    """Modules that decide on their own, by name; of nested ones the outermost. None are the entries of the lists of modules under the model."""
     policies: tuple[BlockRule, ...] = ()
     """What blocks do, whatever it costs; with a budget the other blocks are planned, without one they keep."""
     allow: tuple[Policy, ...] = ("recompute", "offload")

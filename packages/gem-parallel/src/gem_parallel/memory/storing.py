@@ -98,16 +98,17 @@ class Eighths:
     """A tensor in e4m3 with a float32 scale for each row of its last dimension: the row's largest magnitude becomes 448."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self._dtype = tensor.dtype
+        self._dtype, values = tensor.dtype, tensor.detach()
         wide = torch.promote_types(tensor.dtype, torch.float32)
-        rows = tensor.detach().to(wide)
         smallest = torch.finfo(torch.float32).tiny
-        self._scale = (rows.abs().amax(-1, keepdim=True) / LARGEST_E4M3).clamp_min(smallest).float()
-        self._values = (rows / self._scale).to(torch.float8_e4m3fn)
+        # one pass each: a wide copy and its magnitudes would be written and read again, and memory is all that this takes
+        largest = torch.linalg.vector_norm(values, float("inf"), dim=-1, keepdim=True).to(wide)
+        self._scale = (largest / LARGEST_E4M3).clamp_min(smallest).float()
+        self._values = (values / self._scale).to(torch.float8_e4m3fn)
 
     def unpack(self) -> Tensor:
-        wide = torch.promote_types(self._dtype, torch.float32)
-        return (self._values.to(wide) * self._scale).to(self._dtype)
+        values: Tensor = self._values.to(self._dtype)  # exact
+        return values.mul_(self._scale)
 
 
 class Scope:
