@@ -148,7 +148,7 @@ class TestGroups:
         model, tables = kit.make_model(GemModel, kit.FULL, options_with(layers=2, links=links))
         seen: list[torch.Tensor] = []
         model.layers[0].ensemble.register_forward_hook(lambda *_: torch.zeros(3, 6, 8))
-        model.layers[0].steps[0].pool.register_forward_hook(lambda _m, _i, out: out.retain_grad() or seen.append(out))
+        model.layers[0].steps[0].pool.register_forward_hook(lambda _m, _i, out: out[0].retain_grad() or seen.append(out[0]))
         kit.bce(model(batch, tables(batch.ids)), batch).backward()
         assert (seen[0].grad is not None and bool(seen[0].grad.any())) is links
 

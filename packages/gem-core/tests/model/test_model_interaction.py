@@ -61,15 +61,16 @@ class TestPooling:
         assert biases == ["fold.bias", "norm.bias", "query.bias", "found.bias"]  # of maps of rows
         pooling, feed_forward, attention = layers
         events = make_events()
-        assert attention(events).shape == feed_forward(events, torch.randn(4, 2, 6)).shape == (9, 8)
-        assert pooling(events, torch.randn(4, 2, 6)).shape == (4, 5, 6)
+        assert [part.shape for part in (*attention(events), *feed_forward(events, torch.randn(4, 2, 6)))] == 4 * [(9, 8)]
+        assert pooling(events, torch.randn(4, 2, 6))[0].shape == (4, 5, 6)
 
     @pytest.mark.parametrize(("seeds", "queries", "folded"), [(3, 2, None), (3, 0, None), (0, 2, None), (3, 2, 2), (3, 0, 5)])
     def test_against_a_loop(self, seeds: int, queries: int, folded: int | None) -> None:
         events = make_events()
         layer = SeedPooling(queries, 6, SequenceOptions(dim=8, heads=2, seeds=seeds, pooled_tokens=folded))
         asked = torch.randn(4, queries, 6)
-        out = layer(events, asked)
+        out, stream = layer(events, asked)
+        assert stream is events.values
         assert out.shape == (4, layer.tokens, 6)
         assert layer.tokens == ((folded or seeds) if seeds else 0) + queries
         edges = events.offsets.tolist()

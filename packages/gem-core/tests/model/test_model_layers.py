@@ -59,9 +59,9 @@ class TestSmallParts:
 class TestModel:
     def test_what_layers_hand_on_is_open_to_hooks(self) -> None:
         """Sharding wrappers find a layer's outputs through torch's tree of containers."""
-        events = Events(torch.zeros(1), torch.zeros(2), 1, None, torch.zeros(3))
+        events = Events(torch.zeros(1), torch.zeros(2), 1, None, torch.zeros(3), torch.zeros(6))
         leaves = pytree.tree_leaves(State(torch.zeros(4), [events], [torch.zeros(5)], []))
-        assert [leaf.numel() for leaf in leaves if isinstance(leaf, torch.Tensor)] == [4, 1, 2, 3, 5]
+        assert [leaf.numel() for leaf in leaves if isinstance(leaf, torch.Tensor)] == [4, 1, 2, 3, 6, 5]
 
     def test_a_longer_maximum_changes_nothing(self, kit: ModuleType) -> None:
         """Padding belongs to the kernels: a row's result does not know how long the longest row could be."""

@@ -98,13 +98,14 @@ class GroupStep(nn.Module):
 
     def forward(self, events: Events, x_sum: Tensor, targets: Tensor) -> tuple[Events, Tensor | None]:
         if self.pffn is not None:
-            events = events.holding(self.pffn(events, torch.cat([x_sum, targets], dim=1)))
+            events = events.holding(*self.pffn(events, torch.cat([x_sum, targets], dim=1)))
         if self.attention is not None:
-            events = events.holding(self.attention(events))
+            events = events.holding(*self.attention(events))
         if self.pool is None:
             return events, None
         queries = targets if self.ask is None else torch.cat([self.ask(x_sum), targets], dim=1)
-        return events, self.pool(events, queries)
+        pooled, stream = self.pool(events, queries)
+        return events.holding(stream), pooled
 
     def flops(self, lengths: Lengths) -> int:
         count = 0 if self.pffn is None else self.pffn.flops(lengths)

@@ -11,7 +11,7 @@ from gem_core.batch import Batch
 from gem_core.model.features import FeatureTokens, target_tokens
 from gem_core.model.heads import Heads
 from gem_core.model.jagged import regular_offsets, row_of
-from gem_core.model.layers import AddNorm, DenseModel, LearnedToken, NormLinear, pick, together, total
+from gem_core.model.layers import AddNorm, DenseModel, LearnedToken, PreNormLinear, pick, together, total
 from gem_core.model.options import BaseModelOptions, Rate, SequenceOptions, Width
 from gem_core.model.sequence import Events, EventTokens, Lengths, LogEmbedding
 from gem_core.model.tables import make_tables
@@ -75,7 +75,8 @@ class RelativeBias(nn.Module):
 class HstuLayer(nn.Module):
     """``[U, V, Q, K] = SiLU(LN(x) W)``; ``A = SiLU(scale Q K^T + bias) / N`` on its mask; ``Y = W_o [U || x || LN(A V) * U] + x``.
 
-    N is a constant, the longest sequence of the schema, so a row's result does not depend on its batch. ``[tokens, dim] -> [tokens, dim]``.
+    N is a constant, the longest sequence of the schema, so a row's result does not depend on its batch. The summands of Y stay apart: the layer gives
+    x and what is ``pending``, and the next one adds them in its norm. ``[tokens, dim], [tokens, dim] -> [tokens, dim], [tokens, dim]``.
 
     Args:
         options: of the model.
@@ -89,7 +90,7 @@ class HstuLayer(nn.Module):
         dim = options.dim
         self.prefix = prefix
         self.heads, self.head_dim, self.window, self.longest = options.heads, dim // options.heads, options.window, longest
-        self.inputs = NormLinear(dim, 4 * dim, norm="layer")
+        self.inputs = PreNormLinear(dim, 4 * dim, norm="layer")
         self.norm = AddNorm(dim, gate=True)
         self.concat = options.concat_inputs
         self.out = nn.Linear(3 * dim if self.concat else dim, dim)
@@ -98,8 +99,9 @@ class HstuLayer(nn.Module):
         words = ("causal", *(word for word, on in used.items() if on))
         self.slot = KernelSlot("hstu_attention", head_dim=self.head_dim, features=words)
 
-    def forward(self, x: Tensor, offsets: Tensor, max_length: int, bias: Tensor | None) -> Tensor:
-        gate, value, query, key = unbind_packed(nn.functional.silu(self.inputs(x)).view(-1, 4, self.heads, self.head_dim))
+    def forward(self, x: Tensor, pending: Tensor | None, offsets: Tensor, max_length: int, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+        made, x = self.inputs(x, pending)
+        gate, value, query, key = unbind_packed(nn.functional.silu(made).view(-1, 4, self.heads, self.head_dim))
         q, k, v = together(query, key, value)
         parts = {"contextual": torch.full_like(offsets[1:], self.prefix), "targets": torch.ones_like(offsets[1:])} if self.prefix else {}
         found = self.slot(
@@ -116,8 +118,7 @@ class HstuLayer(nn.Module):
         )
         gate = gate.flatten(1)
         gated = self.norm(found.flatten(1), gate=gate)
-        out = self.out(self.dropout(torch.cat([gate, x, gated], dim=-1) if self.concat else gated))
-        return out + x  # type: ignore[no-any-return]
+        return x, self.out(self.dropout(torch.cat([gate, x, gated], dim=-1) if self.concat else gated))
 
     def flops(self, lengths: Lengths) -> int:
         tokens, mask = int(lengths.sum()), {"window": self.window, "contextual": self.prefix, "targets": 1}
@@ -165,10 +166,13 @@ class HstuModel(DenseModel):
         if self.bias is not None:
             padded = None if ages is None else self.pad(ages, offsets, max_length=length)
             bias = self.bias(length, padded, x.device)
+        pending: Tensor | None = None
         for layer in self.layers:
-            x = layer(x, offsets, length, bias)
+            x, pending = layer(x, pending, offsets, length, bias)
+        assert pending is not None  # there is a layer
+        last = offsets[1:] - 1
         first = self.features.first_order(batch, embedded, len(self.schema.tasks)) if self.options.wide and self.schema.ids else None
-        return self.heads(x[offsets[1:] - 1], batch, first)  # type: ignore[no-any-return]
+        return self.heads(x[last] + pending[last], batch, first)  # type: ignore[no-any-return]
 
     def _sequence(self, batch: Batch, embedded: dict[str, Tensor], tokens: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Context, events and target of each row: values ``[tokens, dim]``, offsets, and if the bias wants them ages ``[tokens]`` int64."""

@@ -124,15 +124,36 @@ class NormLinear(nn.Module):
             nn.init.ones_(self.gain)
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        out: Tensor = self._call(x, residual)
+        return out
+
+    def _call(self, x: Tensor, residual: Tensor | None, **options: bool) -> Any:
         dtype = compute_dtype(x)
         gain = None if self.gain is None else self.gain.to(dtype)
         residual = None if residual is None else residual.to(dtype)
         weight, bias = self.weight.to(dtype), None if self.bias is None else self.bias.to(dtype)
-        out: Tensor = self.slot(x.to(dtype), weight, bias, norm=self.norm, where=self.where, gamma=gain, residual=residual)
-        return out
+        return self.slot(x.to(dtype), weight, bias, norm=self.norm, where=self.where, gamma=gain, residual=residual, **options)
 
     def flops(self, tokens: int, *, input_gradient: bool = True) -> int:
         return slot_flops(self.slot, norm_linear_flops, input_gradient, tokens=tokens, in_features=self.dim, out_features=self.out)
+
+
+class PreNormLinear(NormLinear):
+    """What a pre-norm layer begins with: ``x = x + pending``, then ``N(x) W^T + b``; gives the second and the first.
+
+    x is the residual stream, and ``pending`` what the layer before adds to it, None for nothing. One kernel adds and norms, where a sum on its own
+    would be written by one kernel and read by the next, and its gradients likewise. Whatever comes later takes the stream from here.
+
+    ``[..., dim], [..., dim] -> [..., out], [..., dim]``
+    """
+
+    def __init__(self, dim: int, out: int, *, norm: str = "rms", bias: bool = True) -> None:
+        super().__init__(dim, out, norm=norm, bias=bias)
+        self.slot = KernelSlot("norm_linear", features=(*self.slot.features, "residual", "return_sum"))
+
+    def forward(self, x: Tensor, pending: Tensor | None = None) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        out, stream = self._call(x, pending, return_sum=True)
+        return out, stream
 
 
 class AddNorm(nn.LayerNorm):

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gem_core.model.layers import AddNorm, NormLinear, mix_tokens, pair_width, together
+from gem_core.model.layers import AddNorm, NormLinear, PreNormLinear, mix_tokens, pair_width, together
 from gem_core.model.options import SequenceOptions
 from gem_core.model.sequence import Events, Lengths
 from gem_core.ops.packed import unbind_packed
@@ -68,13 +68,13 @@ class SeedPooling(nn.Module):
     the candidate itself) keeps a token of its own: what it found is added to it, so ``H`` says how the candidate relates to the history. Rows without
     events find zeros.
 
-    ``[events, group dim], [rows, queries, dim] -> [rows, tokens, dim]``
+    ``[events, group dim], [rows, queries, dim] -> [rows, tokens, dim], [events, group dim]``, the second the events with nothing pending.
     """
 
     def __init__(self, queries: int, dim: int, options: SequenceOptions) -> None:
         super().__init__()
         self.heads, self.head_dim, self.seed_count, self.queries = options.heads, options.dim // options.heads, options.seeds, queries
-        self.key_value = NormLinear(options.dim, 2 * options.dim, norm=options.norm, bias=options.bias)
+        self.key_value = PreNormLinear(options.dim, 2 * options.dim, norm=options.norm, bias=options.bias)
         folded = options.pooled_tokens or options.seeds
         self.tokens = (folded if options.seeds else 0) + queries
         self.seeds: nn.Parameter | None = None
@@ -94,8 +94,9 @@ class SeedPooling(nn.Module):
         if self.seeds is not None:
             nn.init.normal_(self.seeds)
 
-    def forward(self, events: Events, queries: Tensor) -> Tensor:
-        key, value = unbind_packed(self.key_value(events.values).unflatten(-1, (2, self.heads, self.head_dim)))
+    def forward(self, events: Events, queries: Tensor) -> tuple[Tensor, Tensor]:
+        made, stream = self.key_value(events.values, events.pending)
+        key, value = unbind_packed(made.unflatten(-1, (2, self.heads, self.head_dim)))
         asked: Tensor | None = self.seeds
         if self.queries:
             mine = self.query(queries).unflatten(-1, (self.heads, self.head_dim))
@@ -107,7 +108,7 @@ class SeedPooling(nn.Module):
         parts = [] if self.fold is None else [self.norm(self.fold(seeds))]
         if self.queries:
             parts += [self.found(mine, queries)]
-        return torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
+        return torch.cat(parts, dim=1) if len(parts) > 1 else parts[0], stream
 
     def flops(self, lengths: Lengths) -> int:
         rows = len(lengths)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from gem_core.batch import Batch
 from gem_core.model.crossing import KeyValues
 from gem_core.model.jagged import from_end, row_of
-from gem_core.model.layers import NormLinear, compute_dtype, together
+from gem_core.model.layers import NormLinear, PreNormLinear, compute_dtype, together
 from gem_core.model.options import SequenceOptions
 from gem_core.ops.block_attention import flops as block_attention_flops
 from gem_core.ops.gdpa import flops as gdpa_flops
@@ -28,7 +28,10 @@ Lengths = npt.NDArray[np.int64]
 
 
 class Events(NamedTuple):
-    """Packed events of one group.
+    """Packed events of one group: a residual stream, to which each layer adds what it computes.
+
+    A layer hands on the stream and its own summand apart. The next one begins with a norm, which adds them as it reads (``PreNormLinear``) and gives
+    the sum on.
 
     Args:
         values: ``[events, dim]``.
@@ -36,6 +39,7 @@ class Events(NamedTuple):
         max_length: the longest row.
         age: seconds from event to impression, ``[events]`` int64, None without times.
         angles: rotary angles ``[events, head_dim / 2]``, None without rotation.
+        pending: ``[events, dim]`` that has yet to be added to the values, None for nothing.
     """
 
     values: Tensor
@@ -43,10 +47,15 @@ class Events(NamedTuple):
     max_length: int
     age: Tensor | None
     angles: Tensor | None
+    pending: Tensor | None = None
 
-    def holding(self, values: Tensor) -> "Events":
+    def holding(self, values: Tensor, pending: Tensor | None = None) -> "Events":
         """The same events with other values; ``_replace`` loses fields in blocks that torch 2.11 compiles."""
-        return Events(values, self.offsets, self.max_length, self.age, self.angles)
+        return Events(values, self.offsets, self.max_length, self.age, self.angles, pending)
+
+    def summed(self) -> Tensor:
+        """The values with what is pending, for those who do not begin with a norm."""
+        return self.values if self.pending is None else self.values + self.pending
 
 
 def log_buckets(buckets: int, octaves: float, device: torch.device) -> Tensor:
@@ -178,7 +187,8 @@ class EventTokens(nn.Module):
 class PersonalFfn(nn.Module):
     """GDPA-PFFN: a feed-forward network whose weights are generated for each row, seen as attention without softmax over its hidden units.
 
-    ``gdpa``: ``S + W_o f(W_q N(S) K^T / tau) V`` (Kunlun). ``fused``: the ``pffn`` op, ``RMSNorm(f(LN(S) K^T / tau) V + LN(S)) + S``.
+    ``gdpa``: ``S + W_o f(W_q N(S) K^T / tau) V`` (Kunlun), its summands apart: the second is pending. ``fused``: the ``pffn`` op,
+    ``RMSNorm(f(LN(S) K^T / tau) V + LN(S)) + S``, with nothing pending.
     """
 
     def __init__(self, sources: int, dim: int, options: SequenceOptions) -> None:
@@ -189,22 +199,25 @@ class PersonalFfn(nn.Module):
         self.project = options.pffn == "gdpa"
         act = f"act_{options.activation}"
         if self.project:
-            self.query = NormLinear(options.dim, options.dim, norm=options.norm, bias=options.bias)
+            self.query = PreNormLinear(options.dim, options.dim, norm=options.norm, bias=options.bias)
             self.out = nn.Linear(options.dim, options.dim, bias=options.bias)
             self.slot = KernelSlot("gdpa", head_dim=self.head_dim, features=("dense_kv", act))
         else:
             self.slot = KernelSlot("pffn", head_dim=self.head_dim, features=(act,))
         self.dropout = nn.Dropout(options.dropout)
 
-    def forward(self, events: Events, sources: Tensor) -> Tensor:
+    def forward(self, events: Events, sources: Tensor) -> tuple[Tensor, Tensor | None]:
         key, value = self.make(sources)
-        values = self.query(events.values) if self.project else events.values
-        q, k, v = together(values.unflatten(-1, (self.heads, self.head_dim)), key, value)
+        if self.project:
+            query, stream = self.query(events.values, events.pending)
+        else:
+            query = stream = events.summed()
+        q, k, v = together(query.unflatten(-1, (self.heads, self.head_dim)), key, value)
         how = {"max_q": events.max_length, "activation": self.activation, "scale": self.scale}
         if not self.project:
-            return self.slot(q, k, v, events.offsets, **how).flatten(1)  # type: ignore[no-any-return]
+            return self.slot(q, k, v, events.offsets, **how).flatten(1), None
         out = self.slot(q, k, v, events.offsets, None, max_k=self.make.keys, **how)
-        return events.values + self.dropout(self.out(out.flatten(1)))  # type: ignore[no-any-return]
+        return stream, self.dropout(self.out(out.flatten(1)))
 
     def flops(self, lengths: Lengths) -> int:
         shape = {"q_lengths": lengths, "heads": self.heads, "dim": self.head_dim}
@@ -215,14 +228,17 @@ class PersonalFfn(nn.Module):
 
 
 class SelfAttention(nn.Module):
-    """``S + W_o Attention(N(S))`` within a window of events, or within blocks of neighbours, rotary on queries and keys."""
+    """``S + W_o Attention(N(S))`` within a window of events, or within blocks of neighbours, rotary on queries and keys.
+
+    Its summands apart: the second is pending.
+    """
 
     def __init__(self, options: SequenceOptions, longest: int) -> None:
         super().__init__()
         self.heads, self.head_dim, self.block = options.heads, options.dim // options.heads, options.block
         self.blocks = options.attention == "block"
         self.window = None if options.window is None or options.window >= longest - 1 else options.window
-        self.qkv = NormLinear(options.dim, 3 * options.dim, norm=options.norm, bias=options.bias)
+        self.qkv = PreNormLinear(options.dim, 3 * options.dim, norm=options.norm, bias=options.bias)
         self.out = nn.Linear(options.dim, options.dim, bias=options.bias)
         self.dropout = nn.Dropout(options.dropout)
         if self.blocks:
@@ -230,8 +246,9 @@ class SelfAttention(nn.Module):
         else:
             self.slot = KernelSlot("jagged_attention", head_dim=self.head_dim, features=() if self.window is None else ("window",))
 
-    def forward(self, events: Events) -> Tensor:
-        qkv = self.qkv(events.values).unflatten(-1, (3, self.heads, self.head_dim))
+    def forward(self, events: Events) -> tuple[Tensor, Tensor]:
+        made, stream = self.qkv(events.values, events.pending)
+        qkv = made.unflatten(-1, (3, self.heads, self.head_dim))
         longest, offsets = events.max_length, events.offsets
         if self.blocks or events.angles is None:
             q, k, v = unbind_packed(qkv)
@@ -243,7 +260,7 @@ class SelfAttention(nn.Module):
             out = self.slot(q, k, v, offsets, max_length=longest, block=self.block, rope=angles)
         else:
             out = self.slot(q, k, v, offsets, offsets, max_q=longest, max_k=longest, window=self.window)
-        return events.values + self.dropout(self.out(out.flatten(1)))  # type: ignore[no-any-return]
+        return stream, self.dropout(self.out(out.flatten(1)))
 
     def flops(self, lengths: Lengths) -> int:
         events, shape = int(lengths.sum()), {"heads": self.heads, "dim": self.head_dim}
