@@ -75,7 +75,7 @@ def test_casts_read_and_write_wide_and_exchange_no_single_bytes():
 @pytest.mark.slow
 def test_a_cast_on_words_compares_two_at_a_time_and_has_the_next_tile_on_its_way():
     types = {"x": "*i32", "out": "*i16"}
-    plain, summed = build(*(("words", "cast_words_kernel", {"SUM": kind, "STAGES": 2}, types, 128) for kind in (False, True)))
+    plain, summed = build(*(("words", "cast_words_kernel", {"SUM": kind, "STAGES": 3}, types, 128) for kind in (False, True)))
     for kernel in (plain, summed):
         assert "max.u16x2" in kernel["ptx"]
         assert "cp.async.cg.shared.global" in kernel["ptx"]

@@ -33,8 +33,8 @@ LAUNCH = {"num_warps": 8, "maxnreg": 128}
 """Of the kernels that write tiles. So many registers a thread at most let two programs share a multiprocessor: one loads while the other stores."""
 PROGRAMS = 2 * MULTIPROCESSORS
 """Of a cast on words: as many as run at once."""
-STAGES = 2
-"""Tiles that a program of it holds: the one that it casts, and the next."""
+STAGES = 3
+"""Of its loop: with three, the next tile comes while one is cast; with two, not before."""
 FARTHEST = 1 << 24
 """Rows and words in a row of a matrix up to which places inside a tile are 32-bit numbers."""
 
