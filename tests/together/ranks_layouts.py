@@ -1,8 +1,9 @@
-"""Run by test_layout_matrix.py (eight ranks) and test_layouts_gpu.py (two GPUs): ranks, forked once, train in every layout of the five axes; what
-each saw is written down.
+"""Run by test_layout_matrix.py (eight ranks) and test_layouts_gpu.py (two GPUs or more): ranks, forked once, train in every layout of the five axes;
+what each saw is written down.
 
 Each layout takes the first half of a run, and the second half of the run that the layout before it began, from that one's checkpoint. So every
-layout trains all steps, and loads what another has saved. Layouts of one shard take their second half with ``ddp`` in place of ``fsdp``.
+layout trains all steps, and loads what another has saved. Layouts of one shard take their second half with ``ddp`` in place of ``fsdp``. One more
+run, ``begun``, is left for fewer ranks to finish.
 
 usage: ranks_layouts.py FOLDER [WORLD DEVICE]
 """
@@ -64,8 +65,8 @@ def layouts(world: int = WORLD) -> list[Layout]:
 
 def chosen(world: int = WORLD) -> list[Layout]:
     """Every grid of the dense part, with the grids of the tables in turn; all layouts of two ranks, or where ``GEM_ALL_LAYOUTS`` is set."""
-    every = layouts(world)
-    return every if world == 2 or os.environ.get("GEM_ALL_LAYOUTS") else [every[4 * i + i % 4] for i in range(len(every) // 4)]
+    every, tables = layouts(world), world.bit_length()
+    return every if world == 2 or os.environ.get("GEM_ALL_LAYOUTS") else [every[tables * i + i % tables] for i in range(len(every) // tables)]
 
 
 def words(layout: Layout, *, ddp: bool) -> list[str]:
@@ -141,8 +142,7 @@ def work(folder: Path, rank: int, world: int, device: str) -> None:
         if index:
             half(folder / f"run{index - 1}", layout, device, resume=True)
     half(folder / f"run{len(chain) - 1}", chain[0], device, resume=True)
-    if world == 2:
-        half(folder / "begun", chain[0], device, resume=False)
+    half(folder / "begun", chain[len(chain) // 2], device, resume=False)
     with (folder / f"rank{rank}.pickle").open("wb") as file:
         pickle.dump(saved, file)
 

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import pickle
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -20,7 +21,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))  # the ranks' script is also read here
 
-from ranks_layouts import BATCH, HALF, LAST, SETTINGS, STEPS, WORLD, chosen, layouts
+from ranks_layouts import BATCH, HALF, LAST, SETTINGS, STEPS, WORLD, chosen, layouts, words
 from test_layouts import LOSS_BOUND, VALUE_BOUND, losses
 from torch import Tensor
 
@@ -30,6 +31,11 @@ from gem_parallel.mesh import Layout
 
 Gem = Callable[..., Any]
 FLOAT = 4
+FEWER = {
+    2: Layout(replicate=1, shard=1, expert=2, sparse_shard=2, sparse_replicate=1),
+    4: Layout(replicate=1, shard=2, expert=2, sparse_shard=2, sparse_replicate=2),
+}
+"""How fewer ranks lay out a run that they take over; one process keeps all."""
 
 
 @pytest.fixture(scope="module")
@@ -86,6 +92,28 @@ def tensors(run: Path) -> dict[str, Tensor]:
 def test_a_layout_equals_one_process_and_another_goes_on(ran: Path, one: Path, index: int) -> None:
     """Run ``index``: begun in one layout, finished from its checkpoint in the next."""
     check(ran / f"run{index}", one)
+
+
+def finish(ran: Path, world: int, device: str) -> Path:
+    """A copy of the run that the ranks have begun, trained to its end on so many."""
+    run = ran / f"begun-{world}"
+    shutil.copytree(ran / "begun", run)
+    single = ['parallel.strategies=["single"]', "parallel.options={}", "embedding.engine=torch", "embedding.options={}"]
+    settings = [*SETTINGS, f"run.device={device}", f"train.max_steps={STEPS}", *(words(FEWER[world], ddp=False) if world > 1 else single)]
+    start = [
+        sys.executable,
+        *(("-m", "torch.distributed.run", "--standalone", "--local-addr", "localhost", f"--nproc-per-node={world}") * (world > 1)),
+    ]
+    command = [*start, "-m", "gem_core", "train", "--resume", str(run), *(word for value in settings for word in ("--set", value))]
+    done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, cwd=ran)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return run
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_case_E01_a_checkpoint_of_eight_ranks_is_taken_over_by_fewer(ran: Path, one: Path, world: int) -> None:
+    assert max(losses(ran / "begun")) == HALF
+    check(finish(ran, world, "cpu"), one)
 
 
 def test_norms_are_clipped_and_shares_are_odd(one: Path) -> None:

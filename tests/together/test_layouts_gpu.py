@@ -1,4 +1,6 @@
-"""Two GPUs in every layout of the five axes, over NCCL, follow one GPU; each run is finished by the next layout, and one of them by one process."""
+"""Two, four or eight GPUs, as many as there are, in the layouts of the five axes, over NCCL, follow one GPU; each run is finished by the next layout,
+and one of them by fewer GPUs.
+"""
 
 import os
 import subprocess
@@ -12,11 +14,12 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))  # the ranks' script is also read here
 
 from ranks_layouts import SETTINGS, STEPS, chosen
-from test_layout_matrix import norms, tensors
+from test_layout_matrix import finish, norms, tensors
 from test_layouts import losses
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")]
 DEVICE = "cuda"
+WORLD = max(2, 1 << (min(torch.cuda.device_count(), 8).bit_length() - 1)) if torch.cuda.is_available() else 2
 LOSS_BOUND, VALUE_BOUND = 1e-4, 2e-4
 """Relative of losses and norms, absolute of tensors: rows are summed in another order, and by atomic additions."""
 
@@ -33,7 +36,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder in which the ranks and one process have worked."""
     folder = tmp_path_factory.mktemp("layouts")
     script = Path(__file__).with_name("ranks_layouts.py")
-    command = [sys.executable, str(script), str(folder), "2", DEVICE]
+    command = [sys.executable, str(script), str(folder), str(WORLD), DEVICE]
     done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
     errors = "\n".join(path.read_text()[-3000:] for path in folder.glob("error*.txt"))
     assert done.returncode == 0, errors + done.stderr[-3000:]
@@ -60,24 +63,14 @@ def check(found: Sequence[float | str]) -> None:
     assert found[1] < VALUE_BOUND, found
 
 
-@pytest.mark.parametrize("index", range(len(chosen(2))), ids=[str(layout) for layout in chosen(2)])
-def test_a_layout_of_two_gpus_equals_one_and_another_goes_on(ran: Path, index: int) -> None:
+@pytest.mark.parametrize("index", range(len(chosen(WORLD))), ids=[str(layout) for layout in chosen(WORLD)])
+def test_a_layout_of_several_gpus_equals_one_and_another_goes_on(ran: Path, index: int) -> None:
     check(off(ran / f"run{index}", ran / "one"))
 
 
-def test_case_E01_a_run_of_two_gpus_is_finished_by_one(ran: Path) -> None:
-    single = (
-        "--set",
-        'parallel.strategies=["single"]',
-        "--set",
-        "parallel.options={}",
-        "--set",
-        "embedding.engine=torch",
-        "--set",
-        "embedding.options={}",
-    )
-    gem("--resume", str(ran / "begun"), *single, folder=ran)
-    check(off(ran / "begun", ran / "one"))
+@pytest.mark.parametrize("world", [world for world in (1, 2, 4) if world < WORLD])
+def test_case_E01_a_run_of_several_gpus_is_finished_by_fewer(ran: Path, world: int) -> None:
+    check(off(finish(ran, world, DEVICE), ran / "one"))
 
 
 def test_the_comparison_sees_another_run(ran: Path) -> None:
