@@ -14,7 +14,7 @@ from gem_kernels.common.tuning import tuned
 from gem_kernels.ops import host
 from gem_kernels.ops.block_attention.configs import INTERPRETER, TILE, Key, choose
 from gem_kernels.ops.direct import differentiable, unwatched
-from gem_kernels.ops.limits import MAX_BLOCK, MAX_BLOCK_WIDTH
+from gem_kernels.ops.limits import MAX_BLOCK, MAX_BLOCK_WIDTH, unmeasured
 from gem_kernels.ops.norm_linear.rows_launch import norm_rows_grad
 from gem_kernels.ops.places import NOWHERE, grad_memory
 from gem_kernels.ops.ragged import copied, ragged
@@ -61,6 +61,17 @@ def _kernels() -> Any:
     return import_module("gem_kernels.ops.block_attention.triton")
 
 
+@cache
+def _hopper() -> Any:
+    return import_module("gem_kernels.ops.block_attention.hopper_launch")
+
+
+def _on_hopper(q: Tensor, v: Tensor, block: int, *, changed: bool) -> bool:
+    """Whether the kernels for Hopper take tensors that the copy engine addresses: where q and k are changed on their way into the products, which
+    costs the portable ones most. No GPU has run them yet."""
+    return changed and block <= TILE and {q.shape[-1], v.shape[-1]} <= {64, 128} and unmeasured()
+
+
 Settings = tuple[int, int, float, bool, float]
 """``max_length, block, scale, rope_on_v, eps``."""
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor, Tensor | None]
@@ -83,6 +94,9 @@ def _run(kernel: str, inputs: Inputs, settings: Settings, results: dict[str, Ten
     tile = TILE if block <= TILE else MAX_BLOCK
     span = tile // block * block
     engine = copied(q, k, v, *upstream.values())
+    if engine and _on_hopper(q, v, block, changed=normed or rope is not None):
+        _hopper().run(kernel, inputs, settings, results, dout)
+        return
     key = key_of(kernel, q, v, tile, turned=rope is not None, normed=normed)
     config = INTERPRETER if host.interpreted() else tuned("block_attention", key, choose(key))
     chunk = span * config.tiles

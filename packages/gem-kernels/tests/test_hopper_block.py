@@ -1,0 +1,162 @@
+"""The Hopper kernels of block_attention: run by a model of Gluon against the reference, compiled without a GPU, and when they are chosen."""
+
+from unittest.mock import patch
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from gem_kernels_gluon import Model, Wrong
+
+from gem_core.ops.block_attention import reference
+from gem_core.testing import assert_as_accurate, plain_precision, poisoned_memory
+from gem_kernels.ops.block_attention import hopper_launch, launch
+
+ON_CPU = pytest.mark.skipif(torch.cuda.is_available(), reason="this runs a model of the kernels, on a CPU")
+KERNELS = "gem_kernels.ops.block_attention.hopper"
+
+
+def modelled(model, programs=3):
+    """block_attention as on Hopper, its kernels run by ``model`` as so many programs."""
+
+    def attend(*arguments, **options):
+        with (
+            patch.object(launch, "copied", lambda *tensors: True),
+            patch.multiple(hopper_launch, forward_kernel="forward_kernel", backward_kernel="backward_kernel", programs=lambda *a, **k: programs),
+            patch.object(hopper_launch, "launcher", model),
+        ):
+            return results(launch.block_attention, *arguments, **options)
+
+    return attend
+
+
+def results(function, *arguments, **options):
+    """Output and gradients."""
+    out = function(*arguments, **options)
+    upstream = torch.linspace(-1, 1, out.numel(), dtype=torch.float64).view(out.shape).to(out.dtype)
+    leaves = [x for x in (*arguments[:3], options.get("q_gain"), options.get("k_gain")) if x is not None]
+    return (out.detach(), *torch.autograd.grad(out, leaves, upstream))
+
+
+def draw(lengths, heads=4, dim=64, v_dim=64, *, tail=0, norm=False, packed=False, scale=20.0):
+    """Leaves q, k, v and gains in float16, offsets, and angles."""
+    g = torch.Generator().manual_seed(sum(lengths) + heads)
+    tokens = sum(lengths) + tail
+    if packed:
+        q, k, v = torch.randn(tokens, 3, heads, dim, generator=g).half().requires_grad_().unbind(1)
+    else:
+        q, k, v = (torch.randn(tokens, heads, width, generator=g).half().requires_grad_() for width in (dim, dim, v_dim))
+    gains = [(torch.rand(dim, generator=g) + 0.5).half().requires_grad_() for _ in range(2)] if norm else [None, None]
+    return (q, k, v, torch.tensor([0, *lengths]).cumsum(0)), {
+        "rope": torch.rand(tokens, dim // 2, generator=g) * scale,
+        "q_gain": gains[0],
+        "k_gain": gains[1],
+    }
+
+
+def widened(x):
+    if x is None or not x.is_floating_point():
+        return x
+    return x.detach().double().requires_grad_(x.requires_grad)
+
+
+def compare(lengths, *, model=None, programs=3, options=None, **drawn):
+    arguments, given = draw(lengths, **drawn)
+    given |= {"max_length": max(lengths), **(options or {})}
+    truth = results(reference, *map(widened, arguments), **{name: widened(x) if isinstance(x, torch.Tensor) else x for name, x in given.items()})
+    with plain_precision():
+        usual = results(reference, *arguments, **given)
+    with poisoned_memory():
+        found = modelled(model or Model(KERNELS), programs)(*arguments, **given)
+    for name, a, p, t in zip(("output", "dq", "dk", "dv", "dq_gain", "dk_gain"), found, usual, truth, strict=False):
+        assert_as_accurate(a, p, t, what=name)
+
+
+@ON_CPU
+@pytest.mark.parametrize("norm", [False, True], ids=["rope", "rope and norm"])
+@pytest.mark.parametrize("lengths", [(130, 0, 1, 64), (65,), (0, 0, 3)], ids=str)
+def test_case_C01_rows_of_any_length(lengths, norm):
+    compare(lengths, norm=norm)
+
+
+@ON_CPU
+@pytest.mark.parametrize(
+    ("drawn", "options"),
+    [
+        ({"heads": 3}, {}),
+        ({"heads": 8, "dim": 128, "v_dim": 64}, {"scale": -0.3}),
+        ({"v_dim": 128}, {"block": 20}),
+        ({"dim": 128, "v_dim": 128}, {"rope_on_v": True, "block": 16}),
+        ({"packed": True}, {"block": 64}),
+        ({"norm": True}, {"rope": None, "eps": 0.5}),
+        ({"tail": 70}, {"max_length": 90}),
+        ({"scale": 1e5}, {}),
+    ],
+    ids=["heads", "widths", "blocks of 20", "turned values", "packed", "norm alone", "tokens of no row and rows that are cut", "angles to 1e5"],
+)
+@pytest.mark.parametrize("programs", [1, 5])
+def test_case_C02_everything_that_a_call_can_ask(drawn, options, programs):
+    compare((70, 0, 95), programs=programs, options=options, **drawn)
+
+
+MEET = "        tl.debug_barrier()"
+FAULTS = {
+    "no fence after the operands are turned": ("        fence_async_shared()\n        s = ", "        s = ", "without a fence"),
+    "q is copied before all warps are through with it": (MEET + "  # all warps are through with the product before its operands go\n", "", "through"),
+    "v is copied before all warps are through with it": (MEET + "\n        _copy(v_desc", "        _copy(v_desc", "through"),
+    "the output's memory is written while it leaves": ("        tma.store_wait(0)\n        tl", "        tl", "copied to the device"),
+    "dq is written before all warps are through with k": (
+        "deps=[dq])\n" + MEET + "\n        dk = warpgroup_mma(",
+        "deps=[dq])\n        dk = warpgroup_mma(",
+        "through",
+    ),
+    "dk is written before all warps are through with q": ("deps=[dk])\n" + MEET, "deps=[dk])", "through"),
+    "the last copy is missing": ("        _copy(dout_desc, next_start", "        (lambda *a: None)(dout_desc, next_start", "this hangs"),
+    "operands come before gradients have left": (
+        "        tma.store_wait(0)\n        tl.debug_barrier()\n        _copy(q_desc, next",
+        "        _copy(q_desc, next",
+        "copied to the device",
+    ),
+}
+
+
+@ON_CPU
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_a_kernel_must_wait_for_is_noticed(fault):
+    """Planted faults: each leaves out one step that a GPU might forgive."""
+    old, new, said = FAULTS[fault]
+
+    def change(text):
+        assert old in text
+        return text.replace(old, new)
+
+    with pytest.raises(Wrong, match=said):
+        compare((70, 3), model=Model(KERNELS, change), programs=1, heads=2)
+
+
+@ON_CPU
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("odd * cos - even * sin)", "odd * cos + even * sin)"),
+        ("gl.where(i < count, 1.0 / gl.sum(p, 1), 0.0)", "1.0 / gl.sum(p, 1)"),
+        ("(j < count)", "(j <= count)"),
+        ("n % GROUP == 0", "n == 0"),
+        ("gl.minimum(first + SPAN, length)", "gl.minimum(first + SPAN, used)"),
+    ],
+    ids=[
+        "turned forth instead of back",
+        "tokens that are cut get values",
+        "a token of the next row is seen",
+        "angles of the first tile",
+        "cut tokens stay",
+    ],
+)
+def test_what_a_kernel_computes_is_noticed(old, new):
+    def change(text):
+        assert old in text
+        return text.replace(old, new)
+
+    with pytest.raises(AssertionError):
+        compare((70, 0, 95), model=Model(KERNELS, change), tail=70, options={"max_length": 90})
