@@ -21,6 +21,7 @@ class ExchangeOptions(BaseModel):
     slow_link: int = -1
     """Sleeps inside its calls of ``rows``."""
     seconds: float = 0.15
+    link_seconds: float = 0.15
 
 
 class Exchange:
@@ -49,7 +50,7 @@ class Exchange:
     def exchange(self, name: str, group: dist.ProcessGroup, values: Tensor, *, slow: bool) -> None:
         with self.recorder.recorded(name, "all_reduce", values.nbytes, name, 2, values.device):
             if slow:
-                time.sleep(self.options.seconds)
+                time.sleep(self.options.link_seconds)
             dist.all_reduce(values, group=group)
 
     def describe(self) -> Mapping[str, Any]:

@@ -65,6 +65,14 @@ def test_a_slow_link_is_named_and_no_rank(trained: Trained) -> None:
         assert "straggler" not in time
 
 
+def test_the_report_names_a_slow_rank_and_a_slow_link_of_one_run(trained: Trained, tmp_path: Path) -> None:
+    """The link is slower than the rank, which the ranks of the link would wait for all the same."""
+    trained(slow_rank=1, slow_link=2, link_seconds=0.5)
+    report = (tmp_path / "run" / "report.html").read_text()
+    for named in ("rank 1 is slow", "rows is slow between ranks 2, 3"):
+        assert f"{named} (in" in report, named
+
+
 def test_nobody_is_named_without_cause(trained: Trained) -> None:
     for time in trained(steps=60):
         assert not {"straggler", "slow_exchange"} & time.keys()
