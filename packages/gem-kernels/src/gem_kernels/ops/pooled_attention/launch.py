@@ -126,7 +126,7 @@ def _gradients(dout: Tensor, out: Tensor, lse: Tensor, inputs: _Inputs, dk: Tens
     """Gradients of the seeds, of k and of v; the last two are written to ``dk`` and ``dv``."""
     call = inputs.made_readable()
     if call.nothing_to_do():
-        return torch.zeros_like(call.q), dk.zero_(), dv.zero_()
+        return call.q.new_zeros(call.q.shape), dk.zero_(), dv.zero_()
     dout = dout.contiguous()
     delta = (dout.float() * out.float()).sum(-1)
     shared: dict[str, Any] = {"dout": dout, "lse": lse, "delta": delta}
