@@ -1,4 +1,7 @@
-"""Every command that the documents show is run: blocks marked ``sh`` in README.md, docs/ and the packages' READMEs."""
+"""Every command that the documents show is run: blocks marked ``sh`` in README.md, docs/ and the packages' READMEs.
+
+Commands in blocks without a mark need GPUs, or take long: they are read as ``gem`` reads them, and their configuration is checked.
+"""
 
 import os
 import re
@@ -8,6 +11,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import typer
+
+from gem_core.cli.app import UsageError, app
+from gem_core.config.load import load_config
+from gem_core.spec import RequestError
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [
@@ -26,6 +34,26 @@ def commands(text: str) -> list[str]:
     lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
     stripped = [re.sub(r"\s+#.*$", "", line).strip() for line in lines]
     return [line for line in stripped if line and not line.startswith("#")]
+
+
+def shown_only(text: str) -> list[str]:
+    """The words after ``gem`` of the commands in blocks without a mark; launchers and variables before it are dropped."""
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```", text, flags=re.M | re.S)
+    lines = "\n".join(block for mark, block in blocks if not mark).replace("\\\n", " ").splitlines()
+    found = [re.match(r"(?:[A-Z_]+=\S+ )*(?:gem|torchrun .*?(?:gem_core|\(which gem\))) (.+)", line) for line in lines]
+    return [re.sub(r"\s+#.*$", "", match[1]) for match in found if match]
+
+
+def parsed(line: str) -> None:
+    """Read the words after ``gem`` without running anything, and load the configuration that they name."""
+    command, words, context = typer.main.get_command(app), shlex.split(line), None
+    while hasattr(command, "resolve_command"):
+        context = command.make_context(command.name or "gem", list(words), parent=context)
+        name, command, words = command.resolve_command(context, words)
+    params = command.make_context(name, list(words), parent=context).params
+    recipe = params.get("recipe") or params.get("config")
+    if recipe is not None:
+        load_config(str(recipe), params.get("overrides") or [])
 
 
 def all_commands() -> list[tuple[str, str]]:
@@ -52,6 +80,30 @@ def runnable(line: str) -> bool:
 def test_case_A09_documented_commands_run(document: str, tmp_path: Path) -> None:
     lines = [line for line in commands((ROOT / document).read_text()) if runnable(line)]
     run_here(lines, tmp_path)
+
+
+@pytest.mark.parametrize("document", [str(path.relative_to(ROOT)) for path in DOCUMENTS if shown_only(path.read_text())])
+def test_commands_that_are_not_run_here_are_right(document: str) -> None:
+    for line in shown_only((ROOT / document).read_text()):
+        parsed(line)
+
+
+def test_scripts_that_documents_name_are_there() -> None:
+    named = {name for path in DOCUMENTS for name in re.findall(r"\bpackages/[\w/-]+\.(?:py|csv|svg|json)\b", path.read_text())}
+    assert len(named) > 10
+    assert sorted(name for name in named if not (ROOT / name).exists()) == []
+
+
+def test_planted_wrong_words_are_seen() -> None:
+    text = "```\nA=1 torchrun --nproc-per-node 2 -m gem_core bench scale --recipe toy --gpus 1,2  # a comment\nno gem here\n```\n"
+    (line,) = shown_only(text)
+    assert line == "bench scale --recipe toy --gpus 1,2"
+    parsed(line)
+    for wrong, error in (("--scaling often", UsageError), ("--gpu 1", UsageError), ("--set train.steps=1", RequestError)):
+        with pytest.raises(error):
+            parsed(f"{line} {wrong}")
+    with pytest.raises(RequestError, match="no such command"):
+        parsed("bench scales")
 
 
 def test_case_A15_setup_commands_are_what_ci_runs() -> None:
