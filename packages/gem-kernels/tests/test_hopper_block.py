@@ -1,5 +1,9 @@
 """The Hopper kernels of block_attention: run by a model of Gluon against the reference, compiled without a GPU, and when they are chosen."""
 
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -10,7 +14,9 @@ pytest.importorskip("triton")
 from gem_kernels_gluon import Model, Wrong
 
 from gem_core.ops.block_attention import reference
+from gem_core.spec import RequestError
 from gem_core.testing import assert_as_accurate, plain_precision, poisoned_memory
+from gem_kernels.ops import limits
 from gem_kernels.ops.block_attention import hopper_launch, launch
 
 ON_CPU = pytest.mark.skipif(torch.cuda.is_available(), reason="this runs a model of the kernels, on a CPU")
@@ -104,7 +110,7 @@ MEET = "        tl.debug_barrier()"
 FAULTS = {
     "no fence after the operands are turned": ("        fence_async_shared()\n        s = ", "        s = ", "without a fence"),
     "q is copied before all warps are through with it": (MEET + "  # all warps are through with the product before its operands go\n", "", "through"),
-    "v is copied before all warps are through with it": (MEET + "\n        _copy(v_desc", "        _copy(v_desc", "through"),
+    "v is copied before all warps are through with it": (MEET + "\n        mbarrier.expect(v_full", "        mbarrier.expect(v_full", "through"),
     "the output's memory is written while it leaves": ("        tma.store_wait(0)\n        tl", "        tl", "copied to the device"),
     "dq is written before all warps are through with k": (
         "deps=[dq])\n" + MEET + "\n        dk = warpgroup_mma(",
@@ -160,3 +166,89 @@ def test_what_a_kernel_computes_is_noticed(old, new):
 
     with pytest.raises(AssertionError):
         compare((70, 0, 95), model=Model(KERNELS, change), tail=70, options={"max_length": 90})
+
+
+# ---- compilation and choice -----------------------------------------------------------------------------------------------------------
+
+COMPILE = """
+import os, re, subprocess, sys, tempfile
+os.environ.pop("TRITON_INTERPRET", None)
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon._runtime import GluonASTSource
+from gem_kernels.ops.block_attention import hopper
+
+def word(name, widths):
+    if name.endswith("_desc"):
+        block = [1, 1, 64, widths[name[:-5] in ("v", "dout", "dv", "out")]]
+        return f"tensordesc<bf16{block},{gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16)!r}>"
+    words = dict(scale="fp32", eps="fp32", rope="*fp32", records="*i32", count="*i32", q_gain="*bf16", k_gain="*bf16")
+    return words.get(name, "i32")
+
+def report(name, D, V, NORM, ROPE_V, **options):
+    kernel = getattr(hopper, name + "_kernel")
+    fixed = dict(D=D, V=V, BLOCK=64, SPAN=64, GROUP=4, ROPE=True, ROPE_V=ROPE_V, NORM=NORM)
+    signature = {n: "constexpr" if n in fixed else word(n, (D, V)) for n in kernel.arg_names}
+    source = GluonASTSource(kernel, signature, {(kernel.arg_names.index(n),): value for n, value in fixed.items()})
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=dict(num_warps=4, **options))
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(compiled.asm["ptx"])
+        file.flush()
+        command = [triton.knobs.nvidia.ptxas.path, "-arch=sm_90a", "-v", file.name, "-o", os.devnull]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    return "serialized" in said, int(re.search(r"(\\d+) bytes spill stores", said)[1]), 2 * (compiled.metadata.shared + 1024) <= 228 * 1024
+
+for name in ("forward", "backward"):
+    for case in ((128, 128, False, False), (128, 128, True, True), (64, 128, False, False)):
+        print(*report(name, *case))
+print(report("backward", 128, 128, False, False, maxnreg=128)[1] > 0)
+"""
+
+
+@pytest.mark.slow
+def test_case_I03_the_kernels_compile_for_hopper_without_spills_and_two_programs_share_an_sm():
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", COMPILE], capture_output=True, text=True, timeout=240, env=environment)
+    assert done.stdout.split("\n")[:-1] == [*["False 0 True"] * 6, "True"], done.stderr[-2000:]  # the last one has too few registers
+
+
+def launched(drawn=None, **options):
+    """Names of the kernels that a call launches where the copy engine can address its tensors."""
+    found = []
+    (q, k, v, offsets), given = draw((70, 3), **(drawn or {}))
+
+    def note(kernel, *arguments):
+        found.append(f"hopper {kernel}")
+
+    with (
+        patch.object(launch, "copied", lambda *tensors: True),
+        patch.object(launch, "_hopper", lambda: SimpleNamespace(run=note)),
+        patch.object(launch, "ragged", lambda x, rows: x),
+        patch.object(launch.host, "launch", lambda kernel, *arguments, **given: found.append(f"portable {kernel.__name__.removesuffix('_kernel')}")),
+    ):
+        launch.block_attention(q, k, v, offsets, max_length=70, **given | options).sum().backward()
+    return found[:2]
+
+
+@ON_CPU
+def test_only_what_was_asked_for_goes_to_kernels_that_no_gpu_has_run(monkeypatch):
+    assert launched() == ["hopper forward", "hopper backward"]
+    monkeypatch.delenv(limits.UNMEASURED)
+    assert launched() == ["portable forward", "portable backward"]
+
+
+@ON_CPU
+@pytest.mark.parametrize(
+    ("drawn", "options"),
+    [({"dim": 32}, {}), ({"v_dim": 16}, {}), ({}, {"block": 65}), ({}, {"rope": None})],
+    ids=["dim 32", "v_dim 16", "blocks of 65", "neither turned nor normed"],
+)
+def test_other_shapes_stay_with_the_portable_kernels(drawn, options):
+    assert launched(drawn, **options) == ["portable forward", "portable backward"]
+
+
+@ON_CPU
+def test_case_C05_more_tiles_than_the_kernels_count_are_refused():
+    with patch.object(hopper_launch, "MAX_ITEMS", 1), pytest.raises(RequestError, match="Split the batch"):
+        compare((70, 3))

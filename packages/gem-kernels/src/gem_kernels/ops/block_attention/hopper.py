@@ -143,19 +143,20 @@ def forward_kernel(
     v_tile = gl.allocate_shared_memory(v_desc.dtype, [1, 1, ROWS, V], v_desc.layout)
     out_tile = gl.allocate_shared_memory(out_desc.dtype, [1, 1, ROWS, V], out_desc.layout)
     factors = gl.allocate_shared_memory(gl.float32, [ROWS, D], table(D))
-    full = barriers(1, 1).index(0)
+    full, v_full = barriers(1, 1).index(0), barriers(1, 1).index(0)
     fence_async_shared()
     q, k, v = q_tile.reshape([ROWS, D]), k_tile.reshape([ROWS, D]), v_tile.reshape([ROWS, V])
     no_scores = gl.zeros([ROWS, ROWS], gl.float32, accumulator(ROWS))
     no_values = gl.zeros([ROWS, V], gl.float32, OUT)
-    BYTES: gl.constexpr = q_desc.block_type.nbytes + k_desc.block_type.nbytes + v_desc.block_type.nbytes
+    BYTES: gl.constexpr = q_desc.block_type.nbytes + k_desc.block_type.nbytes
     total = gl.load(count) * (heads // GROUP)
     steps = _steps(total, GROUP)
     head, start, first, until, end = _tile(records, total, heads, 0, SPAN, GROUP)
     mbarrier.expect(full, BYTES, pred=steps > 0)
     _copy(q_desc, start, first, until, head * q_head, full, q_tile, steps > 0)
     _copy(k_desc, start, first, until, head * k_head, full, k_tile, steps > 0)
-    _copy(v_desc, start, first, until, head * v_head, full, v_tile, steps > 0)
+    mbarrier.expect(v_full, v_desc.block_type.nbytes, pred=steps > 0)
+    _copy(v_desc, start, first, until, head * v_head, v_full, v_tile, steps > 0)
     for n in range(steps):
         next_head, next_start, next_first, next_until, next_end = _tile(records, total, heads, n + 1, SPAN, GROUP)
         more = n + 1 < steps
@@ -167,6 +168,7 @@ def forward_kernel(
         _ready(q, q_gain, turns, eps, NORM, ROPE, D)
         _ready(k, k_gain, turns, eps, NORM, ROPE, D)
         if ROPE_V:
+            mbarrier.wait(v_full, n & 1)
             _ready(v, q_gain, turns, eps, False, True, V)
         fence_async_shared()
         s = warpgroup_mma(q, k.permute([1, 0]), no_scores, use_acc=False, is_async=True)
@@ -176,10 +178,13 @@ def forward_kernel(
         _copy(q_desc, next_start, next_first, next_until, next_head * q_head, full, q_tile, more)
         _copy(k_desc, next_start, next_first, next_until, next_head * k_head, full, k_tile, more)
         p = gl.convert_layout(_weights(s, until - first, scale, BLOCK).to(v.dtype), gl.DotOperandLayout(0, OUT, 2))
+        if not ROPE_V:
+            mbarrier.wait(v_full, n & 1)
         o = warpgroup_mma(p, v, no_values, use_acc=False, is_async=True)
         o = warpgroup_mma_wait(0, deps=[o])
         tl.debug_barrier()
-        _copy(v_desc, next_start, next_first, next_until, next_head * v_head, full, v_tile, more)
+        mbarrier.expect(v_full, v_desc.block_type.nbytes, pred=more)
+        _copy(v_desc, next_start, next_first, next_until, next_head * v_head, v_full, v_tile, more)
         tma.store_wait(0)
         tl.debug_barrier()
         out_tile.reshape([ROWS, V]).store(o.to(v.dtype))
