@@ -57,9 +57,9 @@ def commands(device: str, ranks: list[int], steps: int, out: Path) -> dict[str, 
     for count in ranks[1:]:
         folder = [f"--csv={out / f'comm-{device}.csv'}", f"--plot={out / f'comm-{device}-{count}.svg'}"]
         found[f"comm-{device}-{count}"] = [*TORCHRUN, str(count), "-m", "gem_core", "bench", "comm", *folder]
-    for recipe in RECIPES:
-        sets = [word for value in (SMALL if device == "cpu" else RECIPES)[recipe] for word in ("--set", value)]
-        for scaling in ("weak", "strong"):
+    for scaling in ("weak", "strong"):
+        for recipe in RECIPES:
+            sets = [word for value in (SMALL if device == "cpu" else RECIPES)[recipe] for word in ("--set", value)]
             name = f"scale-{device}-{recipe}-{scaling}"
             asked = ["--device", device, "--gpus", ",".join(map(str, ranks)), "--scaling", scaling, "--steps", str(steps), *sets]
             files = [f"--out={out / name}", f"--csv={out / f'{name}.csv'}", f"--plot={out / f'{name}.svg'}"]

@@ -210,6 +210,48 @@ def test_case_H10_a_budget_that_nothing_meets_is_refused_with_the_least() -> Non
         model(batch(0))
 
 
+class Pointwise(nn.Module):
+    """What a compiler fuses: all that lies between two matrices can be computed again from the first one's result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(DIM, 8 * DIM), nn.Linear(8 * DIM, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x).sin().exp().tanh())  # type: ignore[no-any-return]
+
+
+class Wide(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = Pointwise()
+
+    def forward(self, state: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        return state[0] + self.part(state[0]), state[1]
+
+
+def compiled(share: float | None) -> tuple[int, Tensor]:
+    """Bytes that a block saves whose part is compiled, as ``compile.blocks`` does it with the gem model, and a gradient from below it."""
+    torch._dynamo.reset()
+    torch.manual_seed(1)
+    model = Model()
+    model.layers = nn.ModuleList([Wide()])
+    model.layers[0].part.compile(backend="aot_eager_decomp_partition")  # type: ignore[operator]
+    strategy = Activations(policies=rules(("*", "keep")), compiled_budget=share)
+    strategy.apply(model, CONTEXT)
+    told = strategy.memory_report(model, lambda: model(batch(0)).square().mean())
+    assert model.stem.weight.grad is not None
+    return told.blocks[0].saved, model.stem.weight.grad
+
+
+def test_compiled_graphs_save_within_their_budget() -> None:
+    (alone, gradient), (whole, _), (least, recomputed) = (compiled(share) for share in (None, 1.0, 0.0))
+    assert alone == whole
+    assert least <= whole - 4 * ROWS * 8 * DIM, "at least one wide activation less"
+    assert torch.equal(recomputed, gradient)
+    assert torch._functorch.config.activation_memory_budget == 1.0, "only what is compiled meanwhile is bound"
+
+
 def test_what_a_run_says_of_its_plan() -> None:
     _, _, strategy = train(steps=1, budget=1.0)
     assert strategy is not None
@@ -243,6 +285,14 @@ def test_the_declaration_and_its_options() -> None:
     options = load_object(declared.options)
     built = load_object(declared.load)(**options(budget=2.0, policies=rules(("a", "fp8"))).model_dump())
     assert built.describe()["budget"] == 2 * 10**9
-    for wrong in ({}, {"budget": 0}, {"budget": float("inf")}, {"policies": rules(("a", "drop"))}, {"budget": 1.0, "allow": ("all",)}, {"keep": 1}):
+    for wrong in (
+        {},
+        {"budget": 0},
+        {"budget": float("inf")},
+        {"policies": rules(("a", "drop"))},
+        {"budget": 1.0, "allow": ("all",)},
+        {"keep": 1},
+        {"compiled_budget": 2},
+    ):
         with pytest.raises(ValidationError):
             options(**wrong)

@@ -1,6 +1,7 @@
 """Strategy ``activations``: what each block of the dense part does with what it would save for backward."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from fnmatch import fnmatchcase
 from functools import partial
@@ -36,6 +37,7 @@ class Activations:
         policies: rules by block name.
         allow: what a plan may choose beside keeping.
         blocks: patterns of names of modules.
+        compiled_budget: share of its activations that a compiled graph may save, from 0 to 1; None leaves what torch is set to.
     """
 
     def __init__(
@@ -45,8 +47,10 @@ class Activations:
         policies: Sequence[Any] = (),
         allow: Sequence[str] = ("recompute", "offload"),
         blocks: Sequence[str] = (),
+        compiled_budget: float | None = None,
     ) -> None:
         self._budget, self._allow, self._named = None if budget is None else int(budget * 1e9), tuple(allow), tuple(blocks)
+        self._compiled_budget = compiled_budget
         self._rules = [BlockRule.model_validate(rule) for rule in policies]
         self._policies: dict[str, str] = {}
         self._measured: list[Measured] = []
@@ -84,11 +88,12 @@ class Activations:
     # ---- in a forward pass ------------------------------------------------------------------------------------------------------------
 
     def _whole(self, inner: nn.Module, forward: Callable[..., Any], *arguments: Any) -> Any:
-        if self._wanted and torch.is_grad_enabled():
-            self._wanted = False
-            self._measure(inner, forward, arguments)
-            self._plan()
-        return forward(*arguments)
+        with nullcontext() if self._compiled_budget is None else compiling_within(self._compiled_budget):
+            if self._wanted and torch.is_grad_enabled():
+                self._wanted = False
+                self._measure(inner, forward, arguments)
+                self._plan()
+            return forward(*arguments)
 
     def _forward(self, name: str, block: nn.Module, forward: Callable[..., Any], *arguments: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -213,6 +218,14 @@ class Activations:
             peak = max(peak, held + m.saved)
             held += self._planned[m.name].bytes
         return peak
+
+
+def compiling_within(share: float) -> AbstractContextManager[None]:
+    """Graphs that are compiled in here, which each is when it first runs, save so much of their activations."""
+    from torch._functorch import config
+
+    patched: AbstractContextManager[None] = config.patch(activation_memory_budget=share)
+    return patched
 
 
 def named_blocks(module: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Module]:

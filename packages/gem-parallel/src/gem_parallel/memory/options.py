@@ -32,8 +32,11 @@ class ActivationOptions(BaseModel):
     allow: tuple[Policy, ...] = ("recompute", "offload")
     """What a plan may choose beside keeping. ``fp8`` changes gradients, so it is not among them by default."""
 
+    compiled_budget: float | None = Field(default=None, ge=0, le=1)
+    """What compiled graphs save, as a share of what they would: torch's activation-memory budget. They compute the rest again, cheapest first."""
+
     @model_validator(mode="after")
     def _says_something(self) -> Self:
-        if self.budget is None and not self.policies:
-            raise ValueError("give a budget in GB, or policies by block")
+        if self.budget is None and not self.policies and self.compiled_budget is None:
+            raise ValueError("give a budget in GB, policies by block, or a budget of compiled graphs")
         return self
