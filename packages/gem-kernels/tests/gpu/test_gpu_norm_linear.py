@@ -71,6 +71,38 @@ def test_matrices_that_fit_into_shared_memory_with_gamma_and_bias(rows, inner, w
     check(*draw(rows, inner, width, where, "affine", norm, torch.bfloat16))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("norm", ["rms", "layer"])
+@pytest.mark.parametrize("branch", [False, True])
+@pytest.mark.parametrize(
+    ("rows", "inner", "width"), [(5000, 1024, 3072), (777, 512, 512), (20_000, 256, 256), (130, 136, 72), (33, 100, 40), (1, 2048, 8)]
+)
+def test_a_stream_and_what_is_added_to_it(rows, inner, width, branch, norm, dtype):
+    """The sum as rounded, and one gradient for stream and branch; on Hopper small matrices have kernels of their own."""
+    named, options = draw(rows, inner, width, "before", "everything", norm, dtype)
+    check({name: t for name, t in named.items() if name in ("x", "weight", "bias") or (branch and name == "residual")}, options)
+
+
+@pytest.mark.parametrize("branch", [False, True])
+@pytest.mark.parametrize(("inner", "width"), [(1024, 512), (256, 256)])
+def test_a_stream_in_a_compiled_block_is_that_of_an_eager_one(inner, width, branch):
+    named, options = draw(700, inner, width, "before", "everything", "rms", torch.bfloat16)
+    x, weight = named["x"], named["weight"]
+    rest = {"bias": named["bias"], **({"residual": named["residual"]} if branch else {})}
+    leaves = [x, weight, *rest.values()]
+
+    def block(x, weight):
+        out, total = norm_linear(x, weight, **rest, **options)
+        return out, total * 2
+
+    found = []
+    for function in (block, torch.compile(block, fullgraph=True)):
+        outputs = function(x, weight)
+        found.append([*outputs, *torch.autograd.grad(outputs, leaves, [torch.ones_like(out) for out in outputs])])
+    for eager, compiled in zip(*found, strict=True):
+        torch.testing.assert_close(compiled, eager, rtol=2e-2, atol=2e-2 * float(eager.abs().max()))
+
+
 @pytest.mark.parametrize("norm", ["rms", "layer"])
 @pytest.mark.parametrize(("width", "extras"), [(512, ("bias",)), (200, ("bias",)), (256, ()), (1024, ("bias", "residual"))], ids=str)
 def test_gradients_from_the_normed_rows_themselves(width, extras, norm):
