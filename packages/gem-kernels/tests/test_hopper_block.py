@@ -82,7 +82,7 @@ def compare(lengths, *, model=None, programs=3, options=None, **drawn):
 @ON_CPU
 @pytest.mark.parametrize("norm", [False, True], ids=["rope", "rope and norm"])
 @pytest.mark.parametrize("lengths", [(130, 0, 1, 64), (65,), (0, 0, 3)], ids=str)
-def test_case_C01_rows_of_any_length(lengths, norm):
+def test_rows_of_any_length(lengths, norm):
     compare(lengths, norm=norm)
 
 
@@ -102,7 +102,7 @@ def test_case_C01_rows_of_any_length(lengths, norm):
     ids=["heads", "widths", "blocks of 20", "turned values", "packed", "norm alone", "tokens of no row and rows that are cut", "angles to 1e5"],
 )
 @pytest.mark.parametrize("programs", [1, 5])
-def test_case_C02_everything_that_a_call_can_ask(drawn, options, programs):
+def test_everything_that_a_call_can_ask(drawn, options, programs):
     compare((70, 0, 95), programs=programs, options=options, **drawn)
 
 

@@ -20,13 +20,19 @@ def results(function, arguments, options, wanted):
     return (out.detach(), *torch.autograd.grad(out, wanted, upstream))
 
 
-def compare(lengths, *, dim=128, v_dim=None, dtype=torch.bfloat16, rope=False, **options):
-    """Hold the kernel to the accuracy of plain torch in the same dtype, forward and gradients, with poisoned memory."""
+def drawn(lengths, *, heads=2, dim=128, v_dim=None, dtype=torch.bfloat16):
+    """Leaves q, k and v, and offsets."""
     g = torch.Generator().manual_seed(0)
+    widths = (dim, dim, v_dim or dim)
+    return [torch.randn(sum(lengths), heads, d, generator=g).to("cuda", dtype).requires_grad_() for d in widths], offsets_of(lengths)
+
+
+def compare(lengths, *, heads=2, dim=128, v_dim=None, dtype=torch.bfloat16, rope=False, **options):
+    """Hold the kernel to the accuracy of plain torch in the same dtype, forward and gradients, with poisoned memory."""
+    g = torch.Generator().manual_seed(1)
     tokens = sum(lengths)
-    leaves = [torch.randn(tokens, 2, d, generator=g).to("cuda", dtype).requires_grad_() for d in (dim, dim, v_dim or dim)]
-    offsets = offsets_of(lengths)
-    options |= {"max_length": max(lengths)}
+    leaves, offsets = drawn(lengths, heads=heads, dim=dim, v_dim=v_dim, dtype=dtype)
+    options = {"max_length": max(lengths), **options}
     exact = [t.detach().double().requires_grad_() for t in leaves]
     turns = None
     if rope:
@@ -53,6 +59,52 @@ def test_head_sizes_and_blocks(dim, block, dtype):
 @pytest.mark.parametrize("on_v", [False, True])
 def test_rotation_by_positions_of_a_long_row(dtype, on_v):
     compare([3, 20_000, 0, 65], rope=True, rope_on_v=on_v, dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"heads": 8},
+        {"heads": 3, "dim": 64},
+        {"dim": 64, "v_dim": 128},
+        {"block": 20},
+        {"block": 7, "heads": 4},
+        {"max_length": 90},
+    ],
+    ids=str,
+)
+def test_turned_heads_of_rows_of_any_length(options, dtype):
+    compare([0, 1, 64, 65, 700, 0, 3, 128, 63], rope=True, dtype=dtype, **options)
+
+
+@pytest.mark.parametrize("rope", [False, True])
+def test_normed_heads_give_gradients_of_gains(rope):
+    (q, k, v), offsets = drawn([130, 0, 1, 300], heads=8)
+    gains = {name: torch.linspace(0.5, 1.5, 128, device="cuda").bfloat16().requires_grad_() for name in ("q_gain", "k_gain")}
+    turns = torch.rand(431, 64, device="cuda") * 100 if rope else None
+    leaves = [q, k, v, *gains.values()]
+    exact = [t.detach().double().requires_grad_() for t in leaves]
+    wide = {"max_length": 300, "rope": None if turns is None else turns.double(), "q_gain": exact[3], "k_gain": exact[4]}
+    truth = results(reference, (*exact[:3], offsets), wide, exact)
+    options = {"max_length": 300, "rope": turns, **gains}
+    with plain_precision():
+        plain = results(reference, (q, k, v, offsets), options, leaves)
+    with poisoned_memory():
+        actual = results(block_attention, (q, k, v, offsets), options, leaves)
+    for name, a, p, t in zip(("output", "dq", "dk", "dv", *gains), actual, plain, truth, strict=True):
+        assert_as_accurate(a, p, t, what=name)
+
+
+def test_the_same_call_gives_the_same_bits():
+    """Over more tiles than programs run at once; a step that some warp does not wait for would show."""
+    lengths = [(37 * r) % 900 for r in range(500)]
+    (q, k, v), offsets = drawn(lengths, heads=8)
+    options = {"max_length": max(lengths), "rope": torch.rand(sum(lengths), 64, device="cuda") * 100}
+    first = results(block_attention, (q, k, v, offsets), options, [q, k, v])
+    for _ in range(5):
+        again = results(block_attention, (q, k, v, offsets), options, [q, k, v])
+        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
 
 def test_case_C08_addresses_beyond_32_bits():
