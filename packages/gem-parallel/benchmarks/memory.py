@@ -4,10 +4,10 @@ usage: python3 packages/gem-parallel/benchmarks/memory.py [--start ROWS] [--set 
 
 The recipe is gem-h200-1024 with smaller tables, composed once. A batch fits when whole steps on it (forward, backward, clipping, updates) end well; a
 size is tried on one batch that lies in host memory, so that reading data is no part of a figure. The plain model's largest batch is found from the
-peak of the first trial, then to a sixteenth. At twice that batch each way of planning gets what is left for the blocks: the device's memory, less
-what a run keeps between steps, less twice what the plain model's step takes at most outside of its blocks; where that does not fit, 0.9, 0.8 or 0.7
-of it. Slowdown compares samples a second with the plain model's largest batch. ``--write`` adds to results/memory.csv; lines come as they are
-measured, and ``--seconds`` begins no other way of planning once so many have passed.
+peak of the first trial, then to a sixteenth. At twice that batch, and at half as much again, ways of planning get what is left for the blocks: the
+device's memory, less what a run keeps between steps, less what the plain model's step takes at most outside of its blocks, in proportion to the rows;
+where that does not fit, 0.9, 0.8 or 0.7 of it. Slowdown compares samples a second with the plain model's largest batch. ``--write`` adds to
+results/memory.csv; lines come as they are measured, and ``--seconds`` begins no other way of planning once so many have passed.
 """
 
 import argparse
@@ -16,7 +16,7 @@ import gc
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
@@ -38,7 +38,13 @@ RESULTS = Path(__file__).parent / "results" / "memory.csv"
 COLUMNS = ("date", "device", "torch", "recipe", "side", "rows", "budget_gb", "peak_gib", "samples_per_s", "slowdown", "policies", "note")
 RECIPE = "gem-h200-1024"
 SETTINGS = ("data.options.items=2000000", "data.options.users=200000", "data.options.workers=0", 'parallel.strategies=["single"]')
-PLANS = {"recompute, offload": ("recompute", "offload"), "recompute, offload, fp8": ("recompute", "offload", "fp8"), "recompute": ("recompute",)}
+PLANS = (
+    (2.0, ("recompute", "offload")),
+    (2.0, ("recompute", "offload", "fp8")),
+    (1.5, ("recompute", "offload")),
+    (2.0, ("recompute",)),
+)
+"""Times the plain model's largest batch, and what a plan may choose."""
 BLOCKS = ("events.*", "layers.*.weight_gen", "layers.*.pffn", "layers.*.attention", "layers.*.pool", "layers.*.ensemble")
 """A layer of gem in its parts: a whole one of three would, computed again, need as much at once as is to be saved."""
 WARMUP, STEPS = 1, 2
@@ -104,7 +110,7 @@ def tried(run: Run, side: str, rows: int) -> Trial | str:
         tell(f"{side}, {rows} rows: out of memory")
         return "out of memory"
     except RequestError as error:
-        if "budget" not in error.asked:
+        if not error.asked.startswith("a budget of"):
             raise
         tell(f"{side}, {rows} rows: {error.so}")
         return error.so
@@ -176,37 +182,38 @@ def largest(run: Run, first: Trial, memory: int) -> Trial:
         rows = (best.rows + too_many) // 2 if too_many else best.rows + max(GRAIN, best.rows // 16)
 
 
-def planned(run: Run, held: Blocks, side: str, plain: Trial, budget: float) -> dict[str, Any]:
+def planned(run: Run, held: Blocks, allow: Sequence[str], plain: Trial, rows: int, budget: float) -> dict[str, Any]:
     """A line of results for one way of planning, with the largest share of the budget that fits."""
+    side = ", ".join(allow)
     found: Trial | str = "nothing is left for the blocks"
     for share in SHARES if budget > 0 else ():
-        strategy = held.hold(budget=share * budget, allow=PLANS[side])
-        found = tried(run, f"{side} in {share * budget:.4g} GB", 2 * plain.rows)
+        strategy = held.hold(budget=share * budget, allow=allow)
+        found = tried(run, f"{side} in {share * budget:.4g} GB", rows)
         cleared(run)
         if isinstance(found, Trial):
             policies = " ".join(f"{count} {policy}" for policy, count in sorted(Counter(strategy.describe()["policies"].values()).items()))
             tell(policies)
             slowdown = f"{plain.speed / found.speed - 1:+.1%}"
             return {"side": side, **found.figures(), "budget_gb": f"{share * budget:.3f}", "slowdown": slowdown, "policies": policies}
-    return {"side": side, "rows": 2 * plain.rows, "budget_gb": f"{budget:.3f}", "note": found}
+    return {"side": side, "rows": rows, "budget_gb": f"{budget:.3f}", "note": found}
 
 
 def lines(run: Run, start: int, seconds: float) -> Iterator[dict[str, Any]]:
     """The lines of the results, one by one. On a CPU, whose memory is not measured, the first size stands for the largest."""
-    blocks_of = Blocks(run)
-    saved = saved_a_row(run, blocks_of, start)
+    blocks = Blocks(run)
+    saved = saved_a_row(run, blocks, start)
     first = tried(run, "plain", start)
     assert isinstance(first, Trial), "it took more than with the strategy that keeps"
     on_cuda, kept = run.world.device.type == "cuda", cleared(run)
     memory = torch.cuda.get_device_properties(run.world.device).total_memory if on_cuda else 0
     plain = largest(run, first, memory) if on_cuda else first
     held = saved * plain.rows
-    budget = (USABLE * memory - kept - 2 * (plain.peak - kept - held)) / 1e9 if on_cuda else held / 1e9
-    tell(f"blocks hold {held / 1e9:.2f} GB of {plain.rows} rows, {kept / 1e9:.2f} GB stay between steps: {budget:.2f} GB for twice the rows")
+    tell(f"blocks hold {held / 1e9:.2f} GB of {plain.rows} rows, {kept / 1e9:.2f} GB stay between steps")
     yield {"side": "plain", **plain.figures()}
-    for side in PLANS:
+    for times, allow in PLANS:
         if time.monotonic() - BEGUN < seconds:
-            yield planned(run, blocks_of, side, plain, budget)
+            budget = USABLE * memory - kept - times * (plain.peak - kept - held) if on_cuda else held
+            yield planned(run, blocks, allow, plain, int(times * plain.rows), budget / 1e9)
 
 
 def main() -> None:
