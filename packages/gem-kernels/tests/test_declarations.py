@@ -124,7 +124,8 @@ from gem_kernels.ops.jagged_attention import triton as jagged
 names = ("forward_kernel", "query_grad_kernel", "key_grad_kernel")
 for kernel in (*(getattr(gdpa, n) for n in names), *(getattr(jagged, n) for n in names), jagged.bias_grad_kernel):
     fixed = dict(GROUP=2, DIM=24, V_DIM=32, BLOCK_M=64, BLOCK_N=64, BLOCK_D=32, BLOCK_V=32, ACTIVATION="gelu_bf16", SCALE_AFTER=True, WINDOW=True,
-                 CAUSAL=True, BIAS=True, SHARED=True, PRECISION="tf32", PER_ROW=False, PER_HEAD=True, q_offsets=None)
+                 CAUSAL=True, BIAS=True, SHARED=True, PRECISION="tf32", PER_ROW=False, PER_HEAD=True, q_offsets=None,
+                 DQ_PARTS=3, DK_PARTS=3, DV_PARTS=3)
     fixed = {n: v for n, v in fixed.items() if n in kernel.arg_names}
     words = {"scale": "fp32", "k_offsets": "*i64", "records": "*i32", "count": "*i32", "lse": "*fp32", "delta": "*fp32"}
     pointers = ("q", "k", "v", "bias", "out", "dout", "dq", "dk", "dv", "dbias")

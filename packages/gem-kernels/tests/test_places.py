@@ -235,17 +235,16 @@ def test_a_kernel_that_took_its_gradients_for_contiguous_would_be_noticed(case):
     launch = launcher.launch
 
     def wrong(kernel, grid, device, arguments):
-        width = arguments["DIM"] * 2
-        launch(kernel, grid, device, {name: width if name in ("dk_token", "dv_token") else x for name, x in arguments.items()})
+        launch(kernel, grid, device, arguments | {name: 1 for name in arguments if name in ("DK_PARTS", "DV_PARTS")})
 
     with patch.object(launcher, "launch", wrong), pytest.raises(AssertionError):
         assert_side_by_side(case)
 
 
-@settings(max_examples=6, deadline=None, derandomize=True)
+@settings(max_examples=5, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_drawn_calls(data):
-    lengths = data.draw(st.lists(st.integers(0, 20), min_size=1, max_size=3))
+    lengths = data.draw(st.lists(st.integers(0, 20), min_size=1, max_size=2))
     sizes = {"heads": data.draw(st.integers(1, 3)), "dim": 2 * data.draw(st.integers(1, 12))}
     assert_side_by_side(
         data.draw(st.sampled_from(sorted(CASES))), lengths=lengths, dtype=data.draw(st.sampled_from([torch.float32, torch.float16])), **sizes

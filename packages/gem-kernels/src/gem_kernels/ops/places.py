@@ -17,8 +17,8 @@ NOWHERE: tuple[Edge, ...] = ((None, 0),) * 3
 def grad_memory(edges: Sequence[Edge], tensors: Sequence[Tensor]) -> list[Tensor]:
     """Uninitialised memory for the gradients of ``tensors`` ``[tokens, heads, width]``, to be written in whole.
 
-    Each is contiguous, or lies beside those of other parts of one tensor, with heads and widths contiguous in a token. So kernels write both by the
-    stride of tokens, and where a contiguous gradient suits the copy engine, so does one beside others: heads of 16 bytes and more start at multiples.
+    Each is contiguous, or lies beside those of other parts of one tensor; the heads of a token are contiguous in both. So kernels write both by the
+    stride of tokens, and where a contiguous gradient suits the copy engine, which takes widths of whole 16 bytes, so does one beside others.
 
     Args:
         edges: where the gradients go; ``NOWHERE`` in a backward that is a custom op, whose results may share no memory.
@@ -30,3 +30,8 @@ def grad_memory(edges: Sequence[Edge], tensors: Sequence[Tensor]) -> list[Tensor
 def _memory(edge: Edge, like: Tensor) -> Tensor:
     place = place_for(edge)
     return place if place is not None and place.stride(0) <= MAX_TOKEN_STRIDE else like.new_empty(like.shape)
+
+
+def parts_in(grad: Tensor) -> int:
+    """How many gradients like this a token of its memory holds: a compile-time value, as strides of several gradients take registers."""
+    return grad.stride(0) // grad.shape[1:].numel()

@@ -16,7 +16,7 @@ from gem_kernels.ops.block_attention.configs import INTERPRETER, TILE, Key, choo
 from gem_kernels.ops.direct import differentiable, unwatched
 from gem_kernels.ops.limits import MAX_BLOCK, MAX_BLOCK_WIDTH, unmeasured
 from gem_kernels.ops.norm_linear.rows_launch import norm_rows_grad
-from gem_kernels.ops.places import NOWHERE, grad_memory
+from gem_kernels.ops.places import NOWHERE, grad_memory, parts_in
 from gem_kernels.ops.ragged import copied, ragged
 
 
@@ -105,7 +105,7 @@ def _run(kernel: str, inputs: Inputs, settings: Settings, results: dict[str, Ten
         arguments = {name: ragged(x, tile) for name, x in arguments.items()}
     arguments |= results | {f"{name}_desc": ragged(x, tile) if engine else None for name, x in results.items()}
     if dout is not None:
-        arguments |= {f"{name}_token": x.stride(0) for name, x in results.items()}
+        arguments |= {f"{name.upper()}_PARTS": parts_in(x) for name, x in results.items()}
     host.launch(
         getattr(_kernels(), f"{kernel}_kernel"), q, rows * heads * -(-max_length // chunk), rope=rope, q_gain=q_gain, k_gain=k_gain, offsets=offsets,
         rows=rows, heads=heads, total=q.shape[0], max_length=max_length, scale=scale, eps=eps,

@@ -152,14 +152,18 @@ def forward_kernel(
 @triton.jit(do_not_specialize=_VARYING)
 def backward_kernel(
     q, k, v, rope, q_gain, k_gain, dout, dq, dk, dv, dq_desc, dk_desc, dv_desc, offsets, rows, heads, total, max_length, tiles, scale, eps,
-    q_token, q_head, k_token, k_head, v_token, v_head, dq_token, dk_token, dv_token, rope_token,
+    q_token, q_head, k_token, k_head, v_token, v_head, rope_token,
     DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK: tl.constexpr, SPAN: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, ROPE: tl.constexpr, ROPE_V: tl.constexpr, NORM: tl.constexpr, FAST: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr, ENGINE: tl.constexpr,
+    DQ_PARTS: tl.constexpr, DK_PARTS: tl.constexpr, DV_PARTS: tl.constexpr,
 ):  # fmt: skip
-    """As ``forward_kernel``; ``dout`` is contiguous, and the heads of a token in dq, dk and dv are."""
+    """As ``forward_kernel``; ``dout`` is contiguous; a token of the memory of a gradient holds ``D*_PARTS`` like it."""
     chunks = tl.cdiv(max_length, CHUNK)
     gain_q, gain_k = _gains(q_gain, k_gain, NORM, DIM, BLOCK_D)
+    dq_token = heads * DIM * DQ_PARTS
+    dk_token = heads * DIM * DK_PARTS
+    dv_token = heads * V_DIM * DV_PARTS
     for work in range(tl.program_id(0).to(tl.int64), tiles, tl.num_programs(0)):
         head, low, high, start, used, end = _place(work, heads, offsets, chunks, rows, total, max_length, CHUNK)
         for first in tl.range(low, high, SPAN, num_stages=STAGES):

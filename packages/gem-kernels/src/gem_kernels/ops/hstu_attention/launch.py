@@ -17,7 +17,7 @@ from gem_core.ops.hstu_attention import flops
 from gem_kernels.ops import host
 from gem_kernels.ops.direct import differentiable, direct, unwatched
 from gem_kernels.ops.limits import MAX_WIDTH
-from gem_kernels.ops.places import grad_memory
+from gem_kernels.ops.places import grad_memory, parts_in
 
 
 class Config(NamedTuple):
@@ -222,9 +222,9 @@ def _write_gradients(dout: Tensor, inputs: _Inputs, dq: Tensor, dk: Tensor, dv: 
         return
     dout = dout.contiguous()
     config = call.config("query_grad")
-    call.run("query_grad", config, call.tiles(config.block_m), dout=dout, dq=dq, dq_token=dq.stride(0))
+    call.run("query_grad", config, call.tiles(config.block_m), dout=dout, dq=dq, DQ_PARTS=parts_in(dq))
     config = call.config("key_grad")
-    call.run("key_grad", config, call.tiles(config.block_n), dout=dout, dk=dk, dv=dv, dk_token=dk.stride(0), dv_token=dv.stride(0))
+    call.run("key_grad", config, call.tiles(config.block_n), dout=dout, dk=dk, dv=dv, DK_PARTS=parts_in(dk), DV_PARTS=parts_in(dv))
 
 
 @torch.library.custom_op("gem_kernels::hstu_attention_bias_grad", mutates_args=())

@@ -5,7 +5,7 @@ norm. Two passes without atomics, and a third for the bias; nothing is saved but
 values and upstream gradients are zero, so padding adds nothing even where a bias makes its scores non-zero.
 
 Arguments shared by the kernels: ``*_token`` and ``*_head`` are strides in elements, ``bias_row`` and ``bias_head`` too (0 where the bias is shared);
-outputs and ``dout`` are contiguous, of gradients the heads of a token. Compile-time arguments are in capitals.
+outputs and ``dout`` are contiguous, but that a token of the memory of a gradient holds ``D*_PARTS`` like it. Compile-time arguments are in capitals.
 """
 
 # Kernels are compiled from their source: they carry no types, and branches on compile-time values keep their form.
@@ -90,14 +90,16 @@ def forward_kernel(
 @triton.jit(do_not_specialize=_VARYING)
 def query_grad_kernel(
     q, k, v, bias, dout, dq, offsets, contextual, targets, rows, heads, total, max_length, tiles, scale, norm, window,
-    q_token, q_head, k_token, k_head, v_token, v_head, dq_token, bias_row, bias_head,
+    q_token, q_head, k_token, k_head, v_token, v_head, bias_row, bias_head,
     DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CONTEXTUAL: tl.constexpr, TARGETS: tl.constexpr, BIAS: tl.constexpr, FAST: tl.constexpr,
     PRECISION: tl.constexpr,
+    DQ_PARTS: tl.constexpr,
 ):  # fmt: skip
     """As ``forward_kernel``."""
     q_tiles = tl.cdiv(max_length, BLOCK_M)
     do_token = heads * V_DIM
+    dq_token = heads * DIM * DQ_PARTS
     for tile in range(tl.program_id(0).to(tl.int64), tiles, tl.num_programs(0)):
         first = ((q_tiles - 1 - tile % q_tiles) * BLOCK_M).to(tl.int32)
         head = tile // q_tiles % heads
@@ -149,15 +151,18 @@ def query_grad_kernel(
 @triton.jit(do_not_specialize=_VARYING)
 def key_grad_kernel(
     q, k, v, bias, dout, dk, dv, offsets, contextual, targets, rows, heads, total, max_length, tiles, scale, norm, window,
-    q_token, q_head, k_token, k_head, v_token, v_head, dk_token, dv_token, bias_row, bias_head,
+    q_token, q_head, k_token, k_head, v_token, v_head, bias_row, bias_head,
     DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CONTEXTUAL: tl.constexpr, TARGETS: tl.constexpr, BIAS: tl.constexpr, FAST: tl.constexpr,
     PRECISION: tl.constexpr,
+    DK_PARTS: tl.constexpr, DV_PARTS: tl.constexpr,
 ):  # fmt: skip
     """A tile is ``BLOCK_N`` keys of one (row, head). Scores are kept transposed, ``[keys, queries]``: they enter the last two products as left
     operands, straight from registers."""
     k_tiles = tl.cdiv(max_length, BLOCK_N)
     do_token = heads * V_DIM
+    dk_token = heads * DIM * DK_PARTS
+    dv_token = heads * V_DIM * DV_PARTS
     for tile in range(tl.program_id(0).to(tl.int64), tiles, tl.num_programs(0)):
         first = (tile % k_tiles * BLOCK_N).to(tl.int32)
         head = tile // k_tiles % heads

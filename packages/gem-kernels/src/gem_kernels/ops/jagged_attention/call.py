@@ -12,7 +12,7 @@ from gem_kernels.ops.attention import AttentionCall
 from gem_kernels.ops.gdpa.configs import INTERPRETER, Config, Key
 from gem_kernels.ops.host import interpreted
 from gem_kernels.ops.jagged_attention.configs import choose
-from gem_kernels.ops.places import NOWHERE, Edge, grad_memory
+from gem_kernels.ops.places import NOWHERE, Edge, grad_memory, parts_in
 
 
 @cache
@@ -53,13 +53,13 @@ class Call(AttentionCall):
         delta = torch.empty_like(lse)
         if self.shared:
             dqs = self.q.new_empty((self.rows, *self.q.shape), dtype=torch.float32)
-            self._over_tiles("query_grad", out=out, lse=lse, dout=dout.contiguous(), dq=dqs, dq_token=dqs.stride(1), delta=delta)
+            self._over_tiles("query_grad", out=out, lse=lse, dout=dout.contiguous(), dq=dqs, DQ_PARTS=1, delta=delta)
             return dqs.sum(0).to(self.q.dtype), delta
         (dq,) = grad_memory(self.edges[:1], [self.q])
         if self.backend != "triton":
             _hopper().query_grad(self, dout.contiguous(), dq, out=out, lse=lse, delta=delta)
         else:
-            self._over_tiles("query_grad", out=out, lse=lse, dout=dout.contiguous(), dq=dq, dq_token=dq.stride(0), delta=delta)
+            self._over_tiles("query_grad", out=out, lse=lse, dout=dout.contiguous(), dq=dq, DQ_PARTS=parts_in(dq), delta=delta)
         return dq, delta
 
     def key_grad(self, dout: Tensor, delta: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
@@ -70,8 +70,8 @@ class Call(AttentionCall):
         if self.backend != "triton":
             _hopper().key_grad(self, dout.contiguous(), dk, dv, lse=lse, delta=delta)
         else:
-            strides = {"dk_token": dk.stride(0), "dv_token": dv.stride(0)}
-            self._over_tiles("key_grad", lse=lse, dout=dout.contiguous(), delta=delta, dk=dk, dv=dv, **strides)
+            parts = {"DK_PARTS": parts_in(dk), "DV_PARTS": parts_in(dv)}
+            self._over_tiles("key_grad", lse=lse, dout=dout.contiguous(), delta=delta, dk=dk, dv=dv, **parts)
         return dk, dv
 
     def bias_grad(self, dout: Tensor, delta: Tensor, lse: Tensor) -> Tensor:

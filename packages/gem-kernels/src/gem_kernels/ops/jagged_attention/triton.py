@@ -4,9 +4,9 @@ With s = scale q kᵀ + bias over the keys that a query sees, lse = log Σ exp(s
 dv = pᵀ do, ds = p (do vᵀ - delta), dq = scale ds k, dk = scale dsᵀ q, dbias = ds. Scores are kept in powers of two: exp2 is what the hardware has.
 
 Programs stride over the tiles of a list of ``gem_kernels.common.schedule`` times the heads; ``*_token``, ``*_head`` are strides in elements;
-outputs and ``dout`` are contiguous, of gradients the heads of a token. ``lse`` and ``delta`` are ``[heads, out_tokens]`` float32; ``lse`` is an
-exponent of two, and infinity for a query without key: its weights are 0. Compile-time arguments are in capitals. ``SHARED``: one query for all rows,
-whose outputs and gradients lie row by row.
+outputs and ``dout`` are contiguous, but that a token of the memory of a gradient holds ``D*_PARTS`` like it. ``lse`` and ``delta`` are
+``[heads, out_tokens]`` float32; ``lse`` is an exponent of two, and infinity for a query without key: its weights are 0. Compile-time arguments are in
+capitals. ``SHARED``: one query for all rows, whose outputs and gradients lie row by row.
 """
 
 # Kernels are compiled from their source: they carry no types, and branches on compile-time values keep their form.
@@ -98,12 +98,14 @@ def forward_kernel(
 @triton.jit(do_not_specialize=_VARYING)
 def query_grad_kernel(
     q, k, v, bias, out, lse, dout, dq, delta, records, count, rows, heads, out_tokens, scale, window,
-    q_token, q_head, k_token, k_head, v_token, v_head, dq_token, bias_row, bias_head, bias_q, bias_k,
+    q_token, q_head, k_token, k_head, v_token, v_head, bias_row, bias_head, bias_q, bias_k,
     GROUP: tl.constexpr, DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BIAS: tl.constexpr, SHARED: tl.constexpr, PRECISION: tl.constexpr,
+    DQ_PARTS: tl.constexpr,
 ):  # fmt: skip
     """As the forward kernel; also writes ``delta``, which the other gradients need."""
     out_token = heads * V_DIM
+    dq_token = heads * DIM * DQ_PARTS
     for item in range(tl.program_id(0).to(tl.int64), tl.load(count).to(tl.int64) * heads, tl.num_programs(0)):
         head = item % heads
         row, first, q_start, q_used, q_length, k_start, k_used, _ = read_tile(records, item // heads)
@@ -139,9 +141,10 @@ def query_grad_kernel(
 @triton.jit(do_not_specialize=_VARYING)
 def key_grad_kernel(
     q, k, v, bias, lse, dout, delta, dk, dv, records, count, rows, heads, out_tokens, scale, window,
-    q_token, q_head, k_token, k_head, v_token, v_head, dk_token, dv_token, bias_row, bias_head, bias_q, bias_k,
+    q_token, q_head, k_token, k_head, v_token, v_head, bias_row, bias_head, bias_q, bias_k,
     GROUP: tl.constexpr, DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BIAS: tl.constexpr, SHARED: tl.constexpr, PRECISION: tl.constexpr,
+    DK_PARTS: tl.constexpr, DV_PARTS: tl.constexpr,
 ):  # fmt: skip
     """A tile is ``BLOCK_N`` keys of one row; the query heads of a key head are added in registers, in head order.
 
@@ -149,6 +152,8 @@ def key_grad_kernel(
     """
     kv_heads = heads // GROUP
     do_token = heads * V_DIM
+    dk_token = kv_heads * DIM * DK_PARTS
+    dv_token = kv_heads * V_DIM * DV_PARTS
     for item in range(tl.program_id(0).to(tl.int64), tl.load(count).to(tl.int64) * kv_heads, tl.num_programs(0)):
         kv_head = item % kv_heads
         row, first, q_start, q_used, _, k_start, k_used, k_length = read_tile(records, item // kv_heads)

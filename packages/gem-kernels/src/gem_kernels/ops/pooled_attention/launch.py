@@ -12,7 +12,7 @@ from gem_core.ops.pooled_attention import flops
 from gem_kernels.ops import host
 from gem_kernels.ops.direct import differentiable, unwatched
 from gem_kernels.ops.limits import MAX_WIDTH
-from gem_kernels.ops.places import grad_memory
+from gem_kernels.ops.places import grad_memory, parts_in
 from gem_kernels.ops.ragged import copied, ragged
 
 RUNS = 256
@@ -141,7 +141,7 @@ def _gradients(dout: Tensor, out: Tensor, lse: Tensor, inputs: _Inputs, dk: Tens
 
 
 def _written(dk: Tensor, dv: Tensor) -> dict[str, Any]:
-    return {"dk": dk, "dv": dv, "dk_token": dk.stride(0), "dv_token": dv.stride(0)}
+    return {"dk": dk, "dv": dv, "DK_PARTS": parts_in(dk), "DV_PARTS": parts_in(dv)}
 
 
 def fused(call: _Inputs) -> bool:

@@ -7,7 +7,7 @@ where a tile holds all seeds; more seeds, or heads that share keys, take one for
 
 Arguments shared by the kernels: seed ``s`` of row ``r`` lies at ``r * q_row + s * q_seed``, with ``q_row`` 0 for shared seeds. Logarithms are base 2.
 ``lse`` and ``delta`` are float32 ``[rows, seeds, heads]``; outputs and ``dout`` are contiguous,
-of dk and dv the heads of a token.
+but that a token of the memory of dk and dv holds ``D*_PARTS`` like them.
 """
 
 # Kernels are compiled from their source and carry no types.
@@ -79,15 +79,18 @@ def forward_kernel(
 @triton.jit(do_not_specialize=_VARYING)
 def grad_kernel(
     q, k, v, dout, lse, delta, dq, dk, dv, dk_desc, dv_desc, offsets, rows, seeds, heads, total, max_k, tiles, splits, rows_per_run, scale,
-    q_row, q_seed, q_head, k_token, k_head, v_token, v_head, dk_token, dv_token,
+    q_row, q_seed, q_head, k_token, k_head, v_token, v_head,
     GROUP: tl.constexpr, DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, ENGINE: tl.constexpr,
+    DK_PARTS: tl.constexpr, DV_PARTS: tl.constexpr,
 ):  # fmt: skip
     """All gradients, keys and values read once, where one tile holds all seeds and each head has its own keys (``GROUP`` is 1).
 
     A tile is one (run of rows, split, head); scores are kept transposed, ``[keys, seeds]``, and so is the sum for dq, ``[DIM, seeds]``: a product of
     64 rows and more is one of warpgroups. ``dq [runs, splits, seeds, heads, DIM]``. ENGINE: k, v, dk_desc and dv_desc are ragged descriptors.
     """
+    dk_token = heads * DIM * DK_PARTS
+    dv_token = heads * V_DIM * DV_PARTS
     for tile in range(tl.program_id(0).to(tl.int64), tiles, tl.num_programs(0)):
         head = tile % heads
         split = tile // heads % splits
@@ -165,13 +168,16 @@ def query_grad_kernel(
 @triton.jit(do_not_specialize=_VARYING)
 def key_grad_kernel(
     q, k, v, dout, lse, delta, dk, dv, offsets, rows, seeds, kv_heads, total, max_k, tiles, scale,
-    q_row, q_seed, q_head, k_token, k_head, v_token, v_head, dk_token, dv_token,
+    q_row, q_seed, q_head, k_token, k_head, v_token, v_head,
     GROUP: tl.constexpr, DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr, PRECISION: tl.constexpr,
+    DK_PARTS: tl.constexpr, DV_PARTS: tl.constexpr,
 ):  # fmt: skip
     """A tile is ``BLOCK_N`` keys of one (row, key head); scores are kept transposed, ``[keys, seeds]``."""
     k_tiles = tl.cdiv(max_k, BLOCK_N)
     heads = kv_heads * GROUP
+    dk_token = kv_heads * DIM * DK_PARTS
+    dv_token = kv_heads * V_DIM * DV_PARTS
     for tile in range(tl.program_id(0).to(tl.int64), tiles, tl.num_programs(0)):
         first = tile % k_tiles * BLOCK_N
         kv_head = tile // k_tiles % kv_heads
