@@ -11,7 +11,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from gem_kernels_gluon import Model, Wrong
+from gem_kernels_gluon import Model, Pointer, Wrong
 
 from gem_core.ops.block_attention import reference
 from gem_core.spec import RequestError
@@ -166,6 +166,37 @@ def test_what_a_kernel_computes_is_noticed(old, new):
 
     with pytest.raises(AssertionError):
         compare((70, 0, 95), model=Model(KERNELS, change), tail=70, options={"max_length": 90})
+
+
+@ON_CPU
+def test_gradients_are_written_beside_those_of_other_parts():
+    """Memory whose tokens hold three gradients, as ``places`` offers it: the same bits, and nothing else is touched."""
+    (q, k, v, offsets), given = draw((70, 3), tail=5)
+    inputs, settings = (q.detach(), k.detach(), v.detach(), None, None, offsets, given["rope"]), (70, 64, 0.1, False, 1e-6)
+    model, dout = Model(KERNELS), torch.randn(q.shape).half()
+
+    with (
+        patch.multiple(hopper_launch, forward_kernel="forward_kernel", backward_kernel="backward_kernel", programs=lambda *a, **k: 2),
+        patch.object(hopper_launch, "launcher", model),
+    ):
+        alone = {name: torch.full(q.shape, 7.0).half() for name in ("dq", "dk", "dv")}
+        hopper_launch.run("backward", inputs, settings, alone, dout)
+        memory = torch.full((q.shape[0], 4, *q.shape[1:]), 7.0).half()
+        hopper_launch.run("backward", inputs, settings, dict(zip(alone, memory.unbind(1), strict=False)), dout)
+    for i, name in enumerate(alone):
+        assert torch.equal(memory[:, i], alone[name])
+    assert (memory[:, 3] == 7).all()
+
+
+@ON_CPU
+@pytest.mark.parametrize("top", [1.0, 1e3, 1e5])
+def test_cosines_and_sines_of_angles_up_to_100_000(top):
+    """Of the reduction, with torch's functions behind it; those of the special function unit add 5e-7."""
+    model = Model(KERNELS)
+    angles = ((torch.rand(64, 64, generator=torch.Generator().manual_seed(0)) * 2 - 1) * top).float()
+    factors = model.module._factors(Pointer(angles.flatten()), 64, 0, 0, 64, 128).view(64, 64, 2)
+    exact = torch.stack((angles.double().cos(), angles.double().sin()), -1)
+    assert (factors - exact).abs().max() < 1.5e-6
 
 
 # ---- compilation and choice -----------------------------------------------------------------------------------------------------------
