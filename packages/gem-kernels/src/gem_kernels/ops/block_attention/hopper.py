@@ -201,7 +201,7 @@ def backward_kernel(
     D: gl.constexpr, V: gl.constexpr, BLOCK: gl.constexpr, SPAN: gl.constexpr, GROUP: gl.constexpr, ROPE: gl.constexpr, ROPE_V: gl.constexpr,
     NORM: gl.constexpr,
 ):  # fmt: skip
-    """As ``forward_kernel``; ``dout`` is contiguous, and the heads of a token in gradients are. With norms, dq and dk are those of the normed heads."""
+    """As ``forward_kernel``; ``dout`` is contiguous, as are the heads of a token in gradients. With norms, dq and dk are of the normed heads."""
     WEIGHTS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, ROWS], q_desc.dtype)
     q_tile = gl.allocate_shared_memory(q_desc.dtype, [1, 1, ROWS, D], q_desc.layout)
     k_tile = gl.allocate_shared_memory(k_desc.dtype, [1, 1, ROWS, D], k_desc.layout)
