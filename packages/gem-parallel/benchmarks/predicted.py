@@ -4,7 +4,7 @@ usage: python3 packages/gem-parallel/benchmarks/predicted.py [--ranks 2 4] [--wr
 
 Each run calibrates the machine (``gem_parallel.scale.calibrate``: copies, collectives, what ``fully_shard`` adds to each), and the speed of the dense
 part when all ranks compute and nothing is sent. From these, steps (forward and backward) of several layouts are predicted. Calibration and steps take
-turns, and the quickest turn of each counts.
+turns, and the median turn of each counts.
 ``--write`` makes results/predicted.csv anew, with the load of the machine: beside other work these figures are noise.
 """
 
@@ -66,9 +66,9 @@ def rank_main(folder: Path, rank: int, world: int) -> None:
         if world % options.get("replicas", 1) == 0 and world > options.get("replicas", 1):
             strategy: Any = DataParallel() if kind == "ddp" else FullyShard(**options)
             works[name] = step_of(strategy.apply(Chain(), context), ROWS, WIDTH)
-    best = timed(works, TURNS)
+    took = timed(works, TURNS)
     if rank == 0:
-        (folder / "out.json").write_text(json.dumps(best))
+        (folder / "out.json").write_text(json.dumps(took))
     dist.destroy_process_group()
 
 

@@ -2,8 +2,9 @@
 
 usage: torchrun --nproc-per-node N -m gem_parallel.scale.calibrate FILE
 
-Every figure is the quickest turn of the slowest rank, all ranks at work at once, so that ranks which share cores are measured as they train. Results
-go into new memory each time, as those of ``fully_shard`` do: the first touch of a page costs more than what is written to it.
+Every figure is the median turn of the slowest rank, all ranks at work at once, so that ranks which share cores are measured as they train: the
+quickest turn of a short work is one in which the others did not want the core. Results go into new memory each time, as those of ``fully_shard`` do:
+the first touch of a page costs more than what is written to it.
 """
 
 import json
@@ -12,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
+from statistics import median
 
 import torch
 import torch.distributed as dist
@@ -78,8 +80,8 @@ def step_of(module: nn.Module, rows: int, width: int) -> Work:
 
 
 def timed(works: Mapping[str, Work], turns: int) -> dict[str, float]:
-    """Seconds of the quickest turn of the slowest rank; works take turns, and ranks start each together. Collective."""
-    best = dict.fromkeys(works, float("inf"))
+    """Seconds of the median turn of the slowest rank; works take turns, and ranks start each together. Collective."""
+    seconds: dict[str, list[float]] = {name: [] for name in works}
     for _ in range(turns):
         for name, work in works.items():
             dist.barrier()
@@ -87,25 +89,25 @@ def timed(works: Mapping[str, Work], turns: int) -> dict[str, float]:
             work()
             took = torch.tensor([time.perf_counter() - begun])
             dist.all_reduce(took, op=dist.ReduceOp.MAX)
-            best[name] = min(best[name], float(took))
-    return best
+            seconds[name].append(float(took))
+    return {name: median(each) for name, each in seconds.items()}
 
 
-def measured(best: Mapping[str, float], world: int) -> Measured:
+def measured(took: Mapping[str, float], world: int) -> Measured:
     """The figures that the times say. One rank has no links; it is given those of its memory, which nothing uses."""
-    flops, memory = 2 * SIZE**3 / best["product"], 2 * COPIED * COPIES / best["copy"]
+    flops, memory = 2 * SIZE**3 / took["product"], 2 * COPIED * COPIES / took["copy"]
     if world == 1:
         return Measured(world=1, flops=flops, memory=memory, host=0.0, latency=0.0, bandwidth=memory, scatter=1.0, reduce=2.0)
-    carried = max(best["large"] - best["small"], 1e-9)
+    carried = max(took["large"] - took["small"], 1e-9)
     return Measured(
         world=world,
         flops=flops,
         memory=memory,
-        host=max(0.0, (best["sharded"] - best["plain"]) / COLLECTIVES - best["small"]),
-        latency=best["small"] / (world - 1).bit_length(),
+        host=max(0.0, (took["sharded"] - took["plain"]) / COLLECTIVES - took["small"]),
+        latency=took["small"] / (world - 1).bit_length(),
         bandwidth=(world - 1) * LARGE / carried,
-        scatter=max(best["scatter"] - best["small"], 1e-9) / carried,
-        reduce=max(best["reduce"] - best["small"], 1e-9) / carried,
+        scatter=max(took["scatter"] - took["small"], 1e-9) / carried,
+        reduce=max(took["reduce"] - took["small"], 1e-9) / carried,
     )
 
 
