@@ -36,3 +36,29 @@ def test_planned_bytes_of_the_gem_model_are_those_alive(gem: Gem, policy: str) -
     for block in layers:
         assert block["measured"] == pytest.approx(block["held"], rel=0.1), block
     assert layers[0]["held"] < 0.5 * layers[0]["saved"]
+
+
+PARTS = '["events.*", "layers.*.pffn", "layers.*.attention", "layers.*.pool", "layers.*.ensemble"]'
+
+
+def test_parts_of_layers_are_planned_apart(gem: Gem, tmp_path: Path) -> None:
+    """The losses of a plain run, within the budget; of one layer some parts keep what others compute again."""
+    fine = (*BOTH, "--set", f"parallel.options.activations.blocks={PARTS}", "--set", "parallel.options.activations.budget=0.012")
+    gem("train", *SHORT, "--set", "train.log_every=1", "--out", "plain")
+    gem("train", *SHORT, "--set", "train.log_every=1", "--out", "fine", *fine)
+    assert losses(tmp_path / "fine") == losses(tmp_path / "plain")
+    told = json.loads((tmp_path / "fine" / "manifest.json").read_text())["parallel"]["activations"]
+    assert sum(block["held"] for block in told["plan"]) <= told["budget"] < sum(block["saved"] for block in told["plan"])
+    first = {name: policy for name, policy in told["policies"].items() if name.startswith("layers.0.")}
+    assert {"layers.0.steps.0.pffn", "layers.0.steps.0.attention", "layers.0.steps.1.pool", "layers.0.ensemble"} <= first.keys()
+    assert set(told["policies"].values()) == {"keep", "recompute"}
+
+
+def test_planned_bytes_of_parts_are_those_alive(gem: Gem) -> None:
+    """In all, within a tenth: what lies between two parts counts for the one that reads it."""
+    rules = '[{pattern = "*.attention", policy = "recompute"}, {pattern = "*.pool", policy = "recompute"}]'
+    fine = (*BOTH, "--set", f"parallel.options.activations.blocks={PARTS}", "--set", f"parallel.options.activations.policies={rules}")
+    blocks = json.loads(gem("plan", "--memory", *SHORT, *fine, "--json").stdout)["blocks"]
+    held, measured = sum(block["held"] for block in blocks), sum(block["measured"] or 0 for block in blocks)
+    assert measured == pytest.approx(held, rel=0.1)
+    assert held < 0.7 * sum(block["saved"] for block in blocks)
