@@ -6,12 +6,14 @@ import sys
 from types import SimpleNamespace
 from unittest.mock import patch
 
+import hypothesis
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
 from gem_kernels_gluon import Model, Pointer, Wrong
+from hypothesis import strategies as st
 
 from gem_core.ops.block_attention import reference
 from gem_core.spec import RequestError
@@ -104,6 +106,21 @@ def test_rows_of_any_length(lengths, norm):
 @pytest.mark.parametrize("programs", [1, 5])
 def test_everything_that_a_call_can_ask(drawn, options, programs):
     compare((70, 0, 95), programs=programs, options=options, **drawn)
+
+
+@ON_CPU
+@hypothesis.settings(max_examples=10, deadline=None)
+@hypothesis.given(
+    lengths=st.lists(st.integers(0, 140), min_size=1, max_size=3).filter(any),
+    heads=st.integers(1, 4),
+    block=st.integers(1, 64),
+    tail=st.sampled_from([0, 1, 65]),
+    programs=st.integers(1, 4),
+    cut=st.booleans(),
+)
+def test_drawn_calls(lengths, heads, block, tail, programs, cut):
+    options = {"block": block, "max_length": max(1, max(lengths) // (1 + cut))}
+    compare(lengths, programs=programs, options=options, heads=heads, tail=tail)
 
 
 MEET = "        tl.debug_barrier()"
