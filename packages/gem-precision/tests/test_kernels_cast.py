@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from gem_precision.kernels import cast as module
-from gem_precision.kernels.cast import Operand, cast_and_sum, cast_both, cast_weight, comes_in_pairs
+from gem_precision.kernels.cast import Operand, cast_and_sum, cast_both, cast_squares, cast_weight, comes_in_pairs
 from gem_precision.kernels.language import inverse_scale, scale
 from gem_precision.kernels.words import _scales
 
@@ -179,13 +179,39 @@ def test_a_weight_has_the_same_elements_in_both_orientations(block_numbers, pois
     assert cast_weight(w[:0]).turned.elements.shape == (384, 0)
 
 
+@pytest.mark.parametrize("rows", [0, 1, 130, 512, 600])
+def test_activations_in_squares_are_read_by_rows_as_they_are_and_by_squares_transposed(block_numbers, poisoned, rows):
+    x = block_numbers(max(rows, 1), 256, rows)[:rows].to(DEVICE)
+    both = cast_squares(x)
+    full = torch.zeros(-(-rows // 512) * 512, 256, device=DEVICE)
+    full[:rows] = x
+    wanted = quantize(full, SQUARE)
+    assert (both.along.square, both.turned.square) == (False, True)
+    assert both.along.scales.T.is_contiguous()
+    assert same(both.along.scales, wanted.scales.repeat_interleave(128, 0))
+    assert same(both.along.dequantize(), wanted.dequantize())
+    assert same(both.turned.dequantize(), wanted.dequantize().T)
+    assert same(both.turned.scales, wanted.scales.T)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_may_be_padded_further(block_numbers, poisoned, dtype):
+    x = block_numbers(130, 128, 2).to(DEVICE).to(dtype)
+    plain, (tall, sums) = cast_both(x), cast_and_sum(x, multiple=512)
+    assert same(tall.along.elements[:256].float(), plain.along.elements.float())
+    assert not tall.along.elements[256:].float().any()
+    assert not tall.turned.dequantize()[:, 256:].any()
+    assert same(tall.turned.dequantize()[:, :256], plain.turned.dequantize())
+    assert same(sums, cast_and_sum(x)[1])
+
+
 def test_what_an_operand_stands_for(block_numbers):
     x = block_numbers(128, 256).to(DEVICE)
     for operand in (cast_both(x).along, cast_weight(x).along):
         assert torch.equal(operand.dequantize(), x)
 
 
-@pytest.mark.parametrize("cast", [cast_both, cast_and_sum, cast_weight])
+@pytest.mark.parametrize("cast", [cast_both, cast_and_sum, cast_squares, cast_weight])
 def test_operands_that_do_not_fit_are_refused(cast):
     x = torch.ones(256, 256)
     for bad, why in ((x[:, :100], "multiple of 128"), (x.T[:, :128].T[:128].T, "next to each other"), (x[0], "matrix"), (x.long(), "floating")):

@@ -62,7 +62,9 @@ def accesses(kernel, kind):
 
 @pytest.mark.slow
 def test_casts_read_and_write_wide_and_exchange_no_single_bytes():
-    both, weight = build(("cast", "cast_both_kernel", {"SUM": False}, {}, 128), ("cast", "cast_weight_kernel", {}, {"x": "*fp32"}, None))
+    both, weight = build(
+        ("cast", "cast_both_kernel", {"SUM": False}, {}, 128), ("cast", "cast_squares_kernel", {"EACH": False}, {"x": "*fp32"}, None)
+    )
     assert accesses(both, "ld.global") == {"v4.b32"}
     assert accesses(both, "st.global") == {"v4.b32", "b32"}  # elements, and scales
     for kernel in (both, weight):

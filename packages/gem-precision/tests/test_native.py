@@ -13,11 +13,11 @@ from gem_core.spec import KernelUnavailable
 from gem_precision.backends import Device, LinearShape, backends_of, find_backend, require
 from gem_precision.formats import find_format
 from gem_precision.linear import lower
-from gem_precision.native import NAMES, mx_why_not, native_linear, native_mx_linear, no_gain, why_not
+from gem_precision.native import NAMES, mx_why_not, native_linear, native_mx_linear, native_square_linear, no_gain, why_not
 from gem_precision.presets import PRESETS
 
 HOPPER = Device(type="cuda", name="any", arch=90)
-RULE, MX = (PRESETS[recipe].rule() for recipe in ("fp8_block", "mxfp8"))
+RULE, SQUARE, MX = (PRESETS[recipe].rule() for recipe in ("fp8_block", "fp8_square", "mxfp8"))
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 MX_RUNS = DEVICE == "cpu" or torch.cuda.get_device_capability() == (10, 0)
 BF16 = 2**-7  # the interpreter cuts off where hardware rounds
@@ -45,7 +45,10 @@ def test_only_shapes_that_were_faster_than_bfloat16_gain():
         assert (not no_gain(HOPPER, LinearShape(inputs=inputs, outputs=outputs))) == (step["over_bf16"] > 1), step
 
 
-@pytest.mark.parametrize(("recipe", "function", "measured"), [("fp8_block", native_linear, True), ("mxfp8", native_mx_linear, False)])
+@pytest.mark.parametrize(
+    ("recipe", "function", "measured"),
+    [("fp8_block", native_linear, True), ("fp8_square", native_square_linear, False), ("mxfp8", native_mx_linear, False)],
+)
 def test_it_is_found_by_name_and_not_chosen_before_it_is_measured(recipe, function, measured):
     backend = find_backend(NAMES[recipe], recipe)
     assert backend.measured is measured
@@ -99,8 +102,13 @@ def pair(block_numbers, inputs, outputs, rule=RULE, function=native_linear):
 @pytest.mark.parametrize("rows", [0, 1, 131])
 @pytest.mark.parametrize(
     ("widths", "rule", "function"),
-    [((128, 128), RULE, native_linear), ((256, 384), RULE, native_linear), ((256, 128), MX, native_mx_linear)],
-    ids=["one block", "blocks", "mx"],
+    [
+        ((128, 128), RULE, native_linear),
+        ((256, 384), RULE, native_linear),
+        ((256, 384), SQUARE, native_square_linear),
+        ((256, 128), MX, native_mx_linear),
+    ],
+    ids=["one block", "blocks", "square", "mx"],
 )
 def test_case_G11_native_layers_are_the_emulated_ones(block_numbers, own, rows, widths, rule, function):
     if function is native_mx_linear and not MX_RUNS:
@@ -183,12 +191,13 @@ def test_who_watches_sees_the_operands_that_the_emulation_shows(block_numbers, o
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
 @pytest.mark.parametrize("rows", [1, 1000])
 @pytest.mark.parametrize("widths", [(128, 128), (512, 256), (384, 640), (1024, 4096)])
-def test_native_layers_are_the_emulated_ones_at_any_value(rows, widths):
+@pytest.mark.parametrize(("rule", "function"), [(RULE, native_linear), (SQUARE, native_square_linear)], ids=["block", "square"])
+def test_native_layers_are_the_emulated_ones_at_any_value(rows, widths, rule, function):
     torch.manual_seed(0)
     native, emulated = (nn.Linear(*widths, device="cuda") for _ in range(2))
     emulated.load_state_dict(native.state_dict())
-    lower(native, RULE, native_linear)
-    lower(emulated, RULE)
+    lower(native, rule, function)
+    lower(emulated, rule)
     base = torch.randn(rows, widths[0], device="cuda") * torch.logspace(-3, 3, widths[0] // 128, device="cuda").repeat_interleave(128)
     grad = torch.randn(rows, widths[1], device="cuda").bfloat16().float()  # as the native layer, whose output is bfloat16, gets it anyway
     results = []

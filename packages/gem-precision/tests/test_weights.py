@@ -28,7 +28,7 @@ RULES = {
     "square mx": LinearRule(**dict.fromkeys(("inputs", "weights", "grads"), find_format("mxfp8_e4m3_32x32"))),
     "turned": replace(PRESETS["mxfp8"].rule(), hadamard=1),
 }
-SIDES = {"fp8_block": 1, "fp8_naive": 1, "square mx": 1}
+SIDES = {"fp8_block": 1, "fp8_square": 1, "fp8_naive": 1, "square mx": 1}
 """How often a weight is rounded for its forward product and its input gradient, where it is not twice: blocks of these are square."""
 
 

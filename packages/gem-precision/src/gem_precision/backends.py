@@ -111,6 +111,9 @@ BACKENDS: tuple[LinearBackend, ...] = (
         gain="gem_precision.native:no_gain",
         measured=True,
     ),
+    LinearBackend(
+        name="fp8_square_native", recipe="fp8_square", load="gem_precision.native:native_square_linear", check="gem_precision.native:why_not"
+    ),
     LinearBackend(name="mxfp8_native", recipe="mxfp8", load="gem_precision.native:native_mx_linear", check="gem_precision.native:mx_why_not"),
 )
 """Every backend, those of one recipe in the order in which tables show them."""

@@ -1,12 +1,14 @@
-"""Linear layers whose products run on FP8 tensor cores: ``fp8_block`` on Hopper, ``mxfp8`` on Blackwell.
+"""Linear layers whose products run on FP8 tensor cores: ``fp8_block`` and ``fp8_square`` on Hopper, ``mxfp8`` on Blackwell.
 
 Numbers are those of the emulation up to the order of sums and the rounding of outputs and input gradients to bfloat16; the weight gradient is
 float32. ``fp8_block`` is the recipe of arXiv 2412.19437: E4M3 everywhere, scales for 1 x 128 of activations and gradients and for 128 x 128 of
-weights, here powers of two; it is right on an H200, and faster than bfloat16 where ``no_gain`` has no reason. ``mxfp8`` has not been measured on
-hardware yet, so nothing chooses it automatically.
+weights, here powers of two; it is right on an H200, and faster than bfloat16 where ``no_gain`` has no reason. ``fp8_square``
+has 128 x 128 blocks of activations too, so that the weight gradient takes the library's faster product. That and ``mxfp8`` have not been measured on
+hardware yet, so nothing chooses them automatically.
 """
 
 from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -24,7 +26,7 @@ from gem_precision.weights import HeldWeight
 if TYPE_CHECKING:
     from gem_precision.kernels.cast import Both
 
-NAMES = {"fp8_block": "fp8_block_native", "mxfp8": "mxfp8_native"}
+NAMES = {recipe: f"{recipe}_native" for recipe in ("fp8_block", "fp8_square", "mxfp8")}
 """The backend of each recipe that has one."""
 
 INPUT_COST, OUTPUT_COST = 540, 900
@@ -33,9 +35,10 @@ also its bias and the bias's gradient. Fitted to steps of nine shapes on an H200
 
 
 class Kernels(NamedTuple):
-    """Of one recipe: the cast of activations and gradients, that with sums over rows, that of weights, and ``left right^T + bias`` of operands."""
+    """Of one recipe: casts of activations, of gradients, of these with sums over rows, of weights; and ``left right^T + bias`` of operands."""
 
     cast: Callable[[Tensor], "Both"]
+    cast_grad: Callable[[Tensor], "Both"]
     cast_and_sum: Callable[[Tensor], tuple["Both", Tensor]]
     cast_weight: Callable[[Tensor], "Both"]
     product: Callable[..., Tensor]
@@ -43,18 +46,20 @@ class Kernels(NamedTuple):
 
 def kernels_of(recipe: str) -> Kernels:
     """Imports Triton."""
-    if recipe == "fp8_block":
-        from gem_precision.kernels.cast import cast_and_sum, cast_both, cast_weight
-        from gem_precision.kernels.product import product
+    if recipe == "mxfp8":
+        from gem_precision.kernels.mx import mx_and_sum, mx_both, mx_product
 
-        return Kernels(cast_both, cast_and_sum, cast_weight, product)
-    from gem_precision.kernels.mx import mx_and_sum, mx_both, mx_product
+        return Kernels(mx_both, mx_both, mx_and_sum, mx_both, mx_product)
+    from gem_precision.kernels.cast import TALL, cast_and_sum, cast_both, cast_squares, cast_weight
+    from gem_precision.kernels.product import product
 
-    return Kernels(mx_both, mx_and_sum, mx_both, mx_product)
+    if recipe == "fp8_square":
+        return Kernels(cast_squares, partial(cast_both, multiple=TALL), partial(cast_and_sum, multiple=TALL), cast_weight, product)
+    return Kernels(cast_both, cast_both, cast_and_sum, cast_weight, product)
 
 
 def why_not(device: Device, shape: LinearShape) -> list[str]:
-    """Why a layer cannot run as ``fp8_block_native``; none if it can."""
+    """Why a layer cannot run as ``fp8_block_native`` or ``fp8_square_native``; none if it can."""
     return _reasons(device, shape, 90, "the FP8 tensor cores of Hopper")
 
 
@@ -107,6 +112,13 @@ def native_linear(x: Tensor, weight: Tensor, rule: LinearRule, held: HeldWeight,
     return _native("fp8_block", x, weight, rule, held, watch, bias)
 
 
+def native_square_linear(
+    x: Tensor, weight: Tensor, rule: LinearRule, held: HeldWeight, watch: Watch | None = None, bias: Tensor | None = None
+) -> Tensor:
+    """``x weight^T + bias`` in ``fp8_square``; as ``native_linear``."""
+    return _native("fp8_square", x, weight, rule, held, watch, bias)
+
+
 def native_mx_linear(x: Tensor, weight: Tensor, rule: LinearRule, held: HeldWeight, watch: Watch | None = None, bias: Tensor | None = None) -> Tensor:
     """``x weight^T + bias`` in ``mxfp8``; as ``native_linear``.
 
@@ -137,7 +149,8 @@ class _Native(torch.autograd.Function):
         low = kernels.cast(x.contiguous())
         ctx.save_for_backward(weight, low.turned.elements, low.turned.scales)
         ctx.rule, ctx.held, ctx.watch, ctx.kernels = rule, held, watch, kernels
-        ctx.rows, ctx.dtype, ctx.operand, ctx.bias_dtype = x.shape[0], x.dtype, type(low.turned), None if bias is None else bias.dtype
+        ctx.rows, ctx.dtype, ctx.bias_dtype = x.shape[0], x.dtype, None if bias is None else bias.dtype
+        ctx.operand = partial(type(low.turned), square=low.turned.square)
         if watch is not None:
             watch("inputs", x, quantize(x, rule.inputs))
             if not held.travelled:
@@ -154,13 +167,13 @@ class _Native(torch.autograd.Function):
             low, sums = kernels.cast_and_sum(grad.contiguous())
             db = sums.to(ctx.bias_dtype)
         else:
-            low = kernels.cast(grad.contiguous())
+            low = kernels.cast_grad(grad.contiguous())
         if ctx.watch is not None:
             ctx.watch("grads", grad, quantize(grad, ctx.rule.grads))
         if ctx.needs_input_grad[0]:
             dx = kernels.product(low.along, _cast(ctx.held, weight, kernels).turned)[: ctx.rows].to(ctx.dtype)
         if ctx.needs_input_grad[1]:
-            dw = kernels.product(low.turned, ctx.operand(elements, scales, square=False), torch.float32).to(weight.dtype)
+            dw = kernels.product(low.turned, ctx.operand(elements, scales), torch.float32).to(weight.dtype)
         return dx, dw, db, None, None, None, None
 
 

@@ -60,7 +60,7 @@ class RampOptions(BaseModel):
 
 
 class LowPrecisionOptions(BaseModel):
-    """Options of ``fp8_rowwise``, ``fp8_block``, ``mxfp8``, ``mxfp4_mlp`` and ``fp8_naive``."""
+    """Options of ``fp8_rowwise``, ``fp8_block``, ``fp8_square``, ``mxfp8``, ``mxfp4_mlp`` and ``fp8_naive``."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -72,7 +72,7 @@ class LowPrecisionOptions(BaseModel):
     """Linear layers with fewer inputs or outputs than this, and attention with narrower heads, stay in bfloat16; by default 128, and 0 for
     ``fp8_naive``."""
     attention: bool | None = None
-    """Whether the products of attention are low too; by default yes, and no for ``mxfp4_mlp``."""
+    """Whether the products of attention are low too; by default yes, and no for ``fp8_square`` and ``mxfp4_mlp``."""
     weight_grad: Literal["low", "high"] | None = None
     """Whether weight gradients are computed from rounded operands; by default low, and high for ``mxfp4_mlp``."""
     stochastic: bool = False
@@ -115,7 +115,10 @@ class AutoOptions(BaseModel):
     """What ``gem precision sweep`` wrote: its folder, or the file in it."""
     bound: float = 25.0
     """The lowest signal-to-quantisation-noise ratio, in dB, that each product of a site has to reach."""
-    formats: Annotated[tuple[Literal["fp8_rowwise", "fp8_block", "mxfp8", "mxfp4_mlp"], ...], Field(min_length=1)] = ("fp8_block", "mxfp8")
+    formats: Annotated[tuple[Literal["fp8_rowwise", "fp8_block", "fp8_square", "mxfp8", "mxfp4_mlp"], ...], Field(min_length=1)] = (
+        "fp8_block",
+        "mxfp8",
+    )
     """Recipes whose formats are tried."""
     order: Literal["given", "time"] = "given"
     """``given``: the first of ``formats`` within the bound; ``time``: the fastest way on this device by the probe, the layer as it is among them."""

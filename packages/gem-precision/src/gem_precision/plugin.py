@@ -8,10 +8,12 @@ from gem_core.spec import CliCommand, KernelImpl, PrecisionRecipe, RunInfo, Step
 _LOW = {
     "fp8_rowwise": "large linear layers and attention in FP8 with a scale a row, emulated; the rest as bf16_islands",
     "fp8_block": "large linear layers and attention in FP8 with scales for 1 x 128 and 128 x 128 blocks, emulated; the rest as bf16_islands",
+    "fp8_square": "large linear layers in FP8 with scales for 128 x 128 blocks, 1 x 128 of gradients, emulated; the rest as bf16_islands",
     "mxfp8": "large linear layers and attention in MXFP8, emulated exactly; the rest as bf16_islands",
     "mxfp4_mlp": "large linear layers in MXFP4 with MXFP8 gradients, emulated; experimental",
     "fp8_naive": "every linear layer and attention in FP8 with one scale a tensor, emulated: what not to do, for comparison",
 }
+_NO_ATTENTION = ("fp8_square", "mxfp4_mlp")
 _ACTIVATIONS = tuple(f"act_{name}" for name in ("gelu", "gelu_tanh", "gelu_fast", "silu", "relu", "relu2", "leaky_relu", "hardswish", "identity"))
 
 LOW_OPS = {
@@ -62,7 +64,7 @@ def gem_kernel_impls() -> Sequence[KernelImpl]:
             )
             for recipe in _LOW
             for op, features in LOW_OPS.items()
-            if recipe != "mxfp4_mlp" or op == "norm_linear"
+            if recipe not in _NO_ATTENTION or op == "norm_linear"
         ),
     ]
 

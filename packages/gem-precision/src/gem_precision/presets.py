@@ -26,6 +26,7 @@ class Preset:
 PRESETS: Mapping[str, Preset] = {
     "fp8_rowwise": Preset(inputs="fp8_e4m3_row", weights="fp8_e4m3_row", grads="fp8_e5m2_row"),
     "fp8_block": Preset(inputs="fp8_e4m3_1x128", weights="fp8_e4m3_128x128", grads="fp8_e4m3_1x128"),
+    "fp8_square": Preset(inputs="fp8_e4m3_128x128", weights="fp8_e4m3_128x128", grads="fp8_e4m3_1x128", attention=False),
     "mxfp8": Preset(inputs="mxfp8_e4m3", weights="mxfp8_e4m3", grads="mxfp8_e4m3"),
     "mxfp4_mlp": Preset(inputs="mxfp4_e2m1", weights="mxfp4_e2m1", grads="mxfp8_e4m3", weight_grad=False, attention=False),
     "fp8_naive": Preset(inputs="fp8_e4m3_tensor", weights="fp8_e4m3_tensor", grads="fp8_e4m3_tensor", small=0),

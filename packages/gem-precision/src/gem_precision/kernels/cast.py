@@ -1,4 +1,4 @@
-"""Casts to ``fp8_block``: a matrix along both of its axes in one pass over it, and a weight in 128 x 128 blocks.
+"""Casts to ``fp8_block``: a matrix along both of its axes in one pass over it, and one in 128 x 128 blocks.
 
 A training step contracts each operand of a linear layer along two axes: activations along features forward and along tokens in the weight gradient,
 output gradients the other way round. FP8 tensor cores of Hopper read operands whose contraction axis is the contiguous one, so each operand is
@@ -35,6 +35,8 @@ PROGRAMS = 2 * MULTIPROCESSORS
 """Of a cast on words: as many as run at once."""
 STAGES = 3
 """Of its loop: with three, the next tile comes while one is cast; with two, not before."""
+TALL = 4 * SIDE
+"""Rows are padded to a multiple of it where one of two operands that are contracted along them has 128 x 128 blocks, which the library wants."""
 FARTHEST = 1 << 24
 """Rows and words in a row of a matrix up to which places inside a tile are 32-bit numbers."""
 
@@ -62,15 +64,15 @@ class Operand:
 
 @dataclass(frozen=True, slots=True)
 class Both:
-    """A matrix in ``fp8_block`` as it is, ``along`` its rows, and ``turned``, transposed; rows that pad it to a multiple of 128 are zeros."""
+    """A matrix in ``fp8_block`` as it is, ``along`` its rows, and ``turned``, transposed; rows that pad it are zeros."""
 
     along: Operand
     turned: Operand
 
     @classmethod
-    def empty(cls, rows: int, columns: int, device: torch.device) -> "Both":
-        """Room for ``[rows, columns]`` in 1 x 128 blocks. ``columns`` is a multiple of 128."""
-        padded = -(-rows // SIDE) * SIDE
+    def empty(cls, rows: int, columns: int, device: torch.device, multiple: int = SIDE) -> "Both":
+        """Room for ``[rows, columns]`` in 1 x 128 blocks, rows padded to a ``multiple``. ``columns`` is a multiple of 128."""
+        padded = -(-rows // multiple) * multiple
         sides = []
         for high, wide in ((padded, columns), (columns, padded)):
             elements = torch.empty(high, wide, dtype=torch.float8_e4m3fn, device=device)
@@ -107,12 +109,17 @@ def cast_both_kernel(x, stride, rows, columns, padded, out, out_scale, turned, t
 
 
 @triton.jit
-def cast_weight_kernel(x, stride, rows, columns, out, out_scale, turned, turned_scale):
+def cast_squares_kernel(x, stride, rows, columns, padded, out, out_scale, turned, turned_scale, EACH: tl.constexpr):
     """A tile in one block; its transpose crosses shared memory in words, as in ``store_turned``.
 
     Elements that crossed it one by one (``tl.trans`` of E4M3) came out as other bits on an H200, with Triton 3.6.
+
+    Args:
+        out_scale: ``[padded / 128, columns / 128]``; or with ``EACH``, which repeats a scale for each row, ``[columns / 128, padded]``.
+        turned_scale: ``[columns / 128, padded / 128]``.
     """
-    row_tile, column_tile = tl.program_id(0), tl.program_id(1)
+    tiles = columns // BLOCK
+    row_tile, column_tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
     row = row_tile.to(tl.int64) * BLOCK
     column = column_tile * BLOCK
     q0 = load_quarter(x, row, column, stride, rows)
@@ -120,44 +127,48 @@ def cast_weight_kernel(x, stride, rows, columns, out, out_scale, turned, turned_
     q2 = load_quarter(x, row + 2, column, stride, rows)
     q3 = load_quarter(x, row + 3, column, stride, rows)
     bits = tl.max(tl.max(largest(q0, q1, q2, q3), 1), 0)
-    factor = inverse_scale(bits)
+    factor, power = inverse_scale(bits), scale(bits)
     store_elements(q0 * factor, out, row, column, columns)
     store_elements(q1 * factor, out, row + 1, column, columns)
     store_elements(q2 * factor, out, row + 2, column, columns)
     store_elements(q3 * factor, out, row + 3, column, columns)
-    store_turned(q0, q1, q2, q3, factor, turned, row, column.to(tl.int64), rows // 4)
-    tl.store(out_scale + row_tile * (columns // BLOCK) + column_tile, scale(bits))
-    tl.store(turned_scale + column_tile * (rows // BLOCK) + row_tile, scale(bits))
+    store_turned(q0, q1, q2, q3, factor, turned, row, column.to(tl.int64), padded // 4)
+    if EACH:
+        tl.store(out_scale + column_tile.to(tl.int64) * padded + row + tl.arange(0, BLOCK), tl.zeros([BLOCK], tl.float32) + power)
+    else:
+        tl.store(out_scale + row_tile * tiles + column_tile, power)
+    tl.store(turned_scale + column_tile * (padded // BLOCK) + row_tile, power)
 
 
-def cast_both(x: Tensor) -> Both:
+def cast_both(x: Tensor, multiple: int = SIDE) -> Both:
     """A matrix in 1 x 128 blocks along either axis: ``fp8_e4m3_1x128`` of it and of its transpose.
 
     Args:
         x: ``[rows, columns]``, columns a multiple of 128 and next to each other; any floating dtype.
+        multiple: to which rows are padded, itself one of 128.
 
     Raises:
         RequestError: another shape or layout.
     """
     require_matrix("cast_both", x)
-    return _cast(x, summed=False)[0]
+    return _cast(x, multiple, summed=False)[0]
 
 
-def cast_and_sum(x: Tensor) -> tuple[Both, Tensor]:
+def cast_and_sum(x: Tensor, multiple: int = SIDE) -> tuple[Both, Tensor]:
     """As ``cast_both``, and in the same pass the sums over rows, ``[columns]`` float32: of an output gradient that is the gradient of a bias.
 
     Raises:
         RequestError: as ``cast_both``.
     """
     require_matrix("cast_and_sum", x)
-    both, sums = _cast(x, summed=True)
+    both, sums = _cast(x, multiple, summed=True)
     return both, sums.sum(0)
 
 
-def _cast(x: Tensor, *, summed: bool) -> tuple[Both, Tensor]:
+def _cast(x: Tensor, multiple: int, *, summed: bool) -> tuple[Both, Tensor]:
     """And sums of the columns of groups of rows, ``[groups, columns]`` float32, if they are asked for."""
     rows, columns = x.shape
-    both = Both.empty(rows, columns, x.device)
+    both = Both.empty(rows, columns, x.device, multiple)
     padded, across, pairs = both.along.elements.shape[0], columns // SIDE, comes_in_pairs(x)
     groups = max(1, min(padded // SIDE, PROGRAMS // across)) if pairs else padded // SIDE
     sums = torch.zeros(groups if summed else 0, columns, device=x.device)
@@ -188,16 +199,33 @@ def cast_weight(weight: Tensor) -> Both:
         RequestError: another shape or layout.
     """
     require_matrix("cast_weight", weight)
-    rows, columns = weight.shape
-    if rows % SIDE:
-        raise RequestError("cast_weight", f"the weight has {rows} rows", f"Give a multiple of {SIDE}.")
-    sides = []
-    for high, wide in ((rows, columns), (columns, rows)):
-        elements = torch.empty(high, wide, dtype=torch.float8_e4m3fn, device=weight.device)
-        sides.append(Operand(elements, torch.empty(high // SIDE, wide // SIDE, device=weight.device), square=True))
-    both = Both(*sides)
-    if weight.numel():
-        cast_weight_kernel[(rows // SIDE, columns // SIDE)](weight, weight.stride(0), rows, columns, *both.words(), num_warps=8)
+    if weight.shape[0] % SIDE:
+        raise RequestError("cast_weight", f"the weight has {weight.shape[0]} rows", f"Give a multiple of {SIDE}.")
+    return _squares(weight, weight.shape[0], each=False)
+
+
+def cast_squares(x: Tensor) -> Both:
+    """A matrix in 128 x 128 blocks, ``fp8_e4m3_128x128``, as products read activations: ``along`` with the scale of its block for each row, as a left
+    operand has one, and ``turned`` with one for each block, as a right operand may. Rows are padded to a multiple of 512.
+
+    Args:
+        x: as in ``cast_both``.
+
+    Raises:
+        RequestError: as ``cast_both``.
+    """
+    require_matrix("cast_squares", x)
+    return _squares(x, -(-x.shape[0] // TALL) * TALL, each=True)
+
+
+def _squares(x: Tensor, padded: int, *, each: bool) -> Both:
+    (rows, columns), device = x.shape, x.device
+    one = torch.empty(columns // SIDE, padded, device=device).t() if each else torch.empty(padded // SIDE, columns // SIDE, device=device)
+    elements, turned = (torch.empty(*size, dtype=torch.float8_e4m3fn, device=device) for size in ((padded, columns), (columns, padded)))
+    both = Both(Operand(elements, one, square=not each), Operand(turned, torch.empty(columns // SIDE, padded // SIDE, device=device), square=True))
+    if x.numel():
+        tiles = padded // SIDE * (columns // SIDE)
+        cast_squares_kernel[(tiles,)](x, x.stride(0), rows, columns, padded, *both.words(), EACH=each, num_warps=8)
     return both
 
 

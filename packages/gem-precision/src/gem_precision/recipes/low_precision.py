@@ -249,4 +249,4 @@ def _multiply(site: Site, backend: LinearBackend | None, device_type: str) -> Ca
     return backend.resolve()
 
 
-fp8_rowwise, fp8_block, mxfp8, mxfp4_mlp, fp8_naive = (partial(LowPrecision, name) for name in PRESETS)
+fp8_rowwise, fp8_block, fp8_square, mxfp8, mxfp4_mlp, fp8_naive = (partial(LowPrecision, name) for name in PRESETS)
