@@ -83,12 +83,13 @@ def work_of(run: Run, rows: int) -> Work:
     batch = next(run.source.batches("train", batch_size=rows, shard=Shard(rank=0, world=1), seed=run.config.run.seed))
     if batch.rows != rows:
         raise SystemExit(f"the source has no batch of {rows} rows; set data.options.rows")
+    batch = batch.pin_memory() if run.world.device.type == "cuda" else batch  # once, not in every step
     return Work(batches=[batch], rows=rows, flops=0, weights=weight_sums(batch, run.schema.tasks), data_seconds=0.0)
 
 
 def step(run: Run, work: Work) -> None:
-    """A whole training step, to the end of what it queued."""
-    train_step(run.learner, work, step=1, lr_factor=1.0)
+    """A whole training step, to the end of what it queued. It learns little, as all steps see one batch."""
+    train_step(run.learner, work, step=1, lr_factor=0.01)
     settle(run.learner)
     finish(run.world.device)
 
@@ -162,7 +163,8 @@ def saved_a_row(run: Run, held: Blocks, rows: int) -> float:
     if isinstance(found := tried(run, "plain, measured", rows), str):
         raise SystemExit(f"{rows} rows do not fit: {found}; use a smaller --start")
     held.plain()
-    return sum(block["saved"] for block in strategy.describe()["plan"]) / found.rows
+    saved: int = sum(block["saved"] for block in strategy.describe()["plan"])
+    return saved / found.rows
 
 
 def largest(run: Run, first: Trial, memory: int) -> Trial:
