@@ -4,122 +4,22 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from gem_kernels_places import CASES, FEW, assert_side_by_side, block, both, jagged, normal
 from gem_kernels_portable import offsets_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
 from gem_core.ops.packed import unbind_packed
-from gem_core.spec import load_object
-from gem_core.testing import poisoned_memory
 
 pytest.importorskip("triton")
 
 from gem_kernels.common import launcher
 from gem_kernels.ops import places
-from gem_kernels.plugin import gem_kernel_impls
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="these run under the interpreter")
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="these run under the interpreter; tests/gpu has the CUDA ones")
 
-LENGTHS = (5, 0, 20)
-FEW = (4, 0, 3)
-
-
-def normal(*shape, dtype=torch.float32, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
-def kernel_of(op):
-    (impl,) = [impl for impl in gem_kernel_impls() if impl.op == op and impl.backend == "triton"]
-    return load_object(impl.load)
-
-
-def block(parts, offsets, longest, *, heads, dim, rope=False, gains=False):
-    q, k, v = parts
-    options = {"rope": normal(q.shape[0], dim // 2, seed=3)} if rope else {}
-    options |= {name: normal(dim, dtype=q.dtype, seed=4) for name in ("q_gain", "k_gain") if gains}
-    return kernel_of("block_attention")(q, k, v, offsets, max_length=longest, block=16, **options)
-
-
-def jagged(parts, offsets, longest, *, heads, dim, window=None, causal=False):
-    return kernel_of("jagged_attention")(*parts, offsets, offsets, max_q=longest, max_k=longest, window=window, causal=causal)
-
-
-def cross(parts, offsets, longest, *, heads, dim, shared=False):
-    """Queries of their own, with a head for each two; or one for all rows."""
-    rows = offsets.shape[0] - 1
-    q = normal(3 if shared else 3 * rows, 2 * heads, dim, dtype=parts[0].dtype, seed=5).requires_grad_()
-    q_offsets = None if shared else torch.arange(rows + 1) * 3
-    return kernel_of("jagged_attention")(q, *parts, q_offsets, offsets, max_q=3, max_k=longest)
-
-
-def pooled(parts, offsets, longest, *, heads, dim, seeds=5, group=1):
-    return kernel_of("pooled_attention")(
-        normal(seeds, group * heads, dim, dtype=parts[0].dtype, seed=6).requires_grad_(), *parts, offsets, max_k=longest
-    )
-
-
-def hstu(parts, offsets, longest, *, heads, dim):
-    gate, v, q, k = parts
-    return gate * kernel_of("hstu_attention")(q, k, v, offsets, max_length=longest, norm_length=4)
-
-
-CASES = {
-    "block": (block, 3, {}),
-    "block rope": (block, 3, {"rope": True}),
-    "jagged": (jagged, 3, {}),
-    "jagged window": (jagged, 3, {"window": 7, "causal": True}),
-    "cross": (cross, 2, {}),
-    "cross shared": (cross, 2, {"shared": True}),
-    "pooled": (pooled, 2, {}),
-    "pooled many seeds": (pooled, 2, {"seeds": 40}),
-    "pooled groups": (pooled, 2, {"group": 2}),
-    "hstu": (hstu, 4, {}),
-}
 ALL = pytest.mark.parametrize("case", CASES)
-
-
-def run(call, parts):
-    """The output, with gradients of ``parts`` as hooks on them saw them."""
-    seen = [None] * len(parts)
-    for i, part in enumerate(parts):
-        part.register_hook(lambda grad, i=i: seen.__setitem__(i, grad))
-    with poisoned_memory():
-        out = call(parts)
-        out.backward(torch.linspace(-1, 1, out.numel(), dtype=torch.float64).view(out.shape).cos().to(out.dtype))
-    return out.detach(), seen
-
-
-def both(case, lengths=LENGTHS, *, heads=2, dim=16, dtype=torch.float32, base=None, longest=None, behind=0):
-    """Gradients of the parts of one tensor, the gradient of that tensor, and gradients of contiguous copies; outputs have the same bits."""
-    function, count, options = CASES[case]
-    offsets, tokens = offsets_of(lengths), sum(lengths) + behind
-    longest = max(lengths, default=0) if longest is None else longest
-
-    def call(parts):
-        return function(parts, offsets, longest, heads=heads, dim=dim, **options)
-
-    base = normal(tokens, count, heads, dim, dtype=dtype) if base is None else base
-    packed = base.clone(memory_format=torch.preserve_format).requires_grad_()
-    reached = []
-    whole = packed.view_as(packed)
-    whole.register_hook(reached.append)
-    out, seen = run(call, unbind_packed(whole))
-    copies = [part.detach().clone(memory_format=torch.contiguous_format).requires_grad_() for part in base.unbind(1)]
-    expected, grads = run(call, copies)
-    assert torch.equal(out, expected)
-    return seen, reached[0], grads
-
-
-def assert_side_by_side(case, **options):
-    seen, whole, grads = both(case, **options)
-    assert whole.is_contiguous()
-    assert all(map(torch.equal, whole.unbind(1), grads))
-    for i, (part, grad) in enumerate(zip(seen, grads, strict=True)):
-        place = whole.select(1, i)
-        if whole.numel() and not (CASES[case][0] is hstu and i == 0):  # the gradient of the gate is not the kernel's
-            assert (part.data_ptr(), part.stride()) == (place.data_ptr(), place.stride())
-        assert torch.equal(part, grad)
 
 
 @ALL
@@ -168,10 +68,10 @@ def test_a_part_that_is_turned_on_the_way_is_copied():
     """q and k are parts of one tensor, v of another."""
     x = normal(7, 3, 1, 16).requires_grad_()
     q, k = unbind_packed(x[:, :2] * 2)
-    out = jagged((q, k, x[:, 2]), offsets_of(FEW), 4, heads=1, dim=16)
+    out = jagged((q, k, x[:, 2]), offsets_of(FEW), 4)
     (got,) = torch.autograd.grad(out.square().sum(), x)
     copies = [t.detach().clone().requires_grad_() for t in x.unbind(1)]
-    out = jagged((copies[0] * 2, copies[1] * 2, copies[2]), offsets_of(FEW), 4, heads=1, dim=16)
+    out = jagged((copies[0] * 2, copies[1] * 2, copies[2]), offsets_of(FEW), 4)
     want = torch.stack(torch.autograd.grad(out.square().sum(), copies), 1)
     assert torch.equal(got, want)
 
@@ -184,7 +84,7 @@ def test_parts_used_by_two_kernels(case):
     def gradient(unbind):
         x = base.clone().requires_grad_()
         parts = unbind(x.view_as(x))
-        twice = [function(parts, offsets, longest, heads=1, dim=16, **options) for longest in (4, 3)]
+        twice = [function(parts, offsets, longest, **options) for longest in (4, 3)]
         return torch.autograd.grad((twice[0] * twice[1].cos()).sum(), x)[0]
 
     assert torch.equal(gradient(unbind_packed), gradient(lambda x: x.unbind(1)))
@@ -199,11 +99,11 @@ def test_an_op_that_somebody_watches_shares_no_memory(case):
     for part in parts:
         part.register_hook(seen.append)
     with FlopCounterMode(display=False):
-        function(parts, offsets_of(FEW), 4, heads=1, dim=16, **options).square().sum().backward()
+        function(parts, offsets_of(FEW), 4, **options).square().sum().backward()
     assert len({grad.untyped_storage().data_ptr() for grad in seen}) == count
     packed = x.grad
     x.grad = None
-    function(unbind_packed(x.view_as(x)), offsets_of(FEW), 4, heads=1, dim=16, **options).square().sum().backward()
+    function(unbind_packed(x.view_as(x)), offsets_of(FEW), 4, **options).square().sum().backward()
     assert torch.equal(x.grad, packed)
 
 
@@ -213,7 +113,7 @@ def test_compiled_code_gets_the_same_gradients(case):
     base, offsets = normal(7, count, 1, 16), offsets_of(FEW)
 
     def whole(x):
-        return function(unbind_packed(x * 2), offsets, 4, heads=1, dim=16, **options)
+        return function(unbind_packed(x * 2), offsets, 4, **options)
 
     gradients = []
     for way in (whole, torch.compile(whole, backend="aot_eager")):
