@@ -25,13 +25,13 @@ from torch.nn import functional as F
 from gem_core.ops.gdpa import reference
 from gem_precision.formats import fake_quantize, find_format
 from gem_precision.kernels.activation import activation_both
-from gem_precision.kernels.cast import Both, cast_and_sum, cast_both, cast_weight
+from gem_precision.kernels.cast import Both, cast_and_sum, cast_both, cast_squares, cast_weight
 from gem_precision.kernels.gdpa import gdpa_forward
 from gem_precision.kernels.layers import mlp, norm_linear
 from gem_precision.kernels.norm import norm_both
 from gem_precision.kernels.product import Way, choose, library_reasons, product
 from gem_precision.linear import lower
-from gem_precision.native import native_linear
+from gem_precision.native import native_linear, native_square_linear
 from gem_precision.presets import PRESETS
 
 DEVICE = "cuda"
@@ -47,6 +47,7 @@ FUSED = ((1 << 19, 1024, 4096), (1 << 19, 1024, 3072), (1 << 20, 512, 512))
 """Of a norm before a linear layer, and of two layers with an activation between them, where outputs are the hidden width."""
 ATTENDED = ((1152, 256), (288, 1024))
 """Rows and their length, with four heads of 128."""
+NATIVE = {"fp8_block": native_linear, "fp8_square": native_square_linear}
 Ways = dict[str, Callable[[], Any]]
 
 
@@ -72,10 +73,14 @@ def cast_errors(rows: int, wide_in: int) -> dict[str, float]:
     full = torch.zeros(-(-rows // 128) * 128, wide_in, device=DEVICE)
     full[:rows] = x
     row, square = find_format("fp8_e4m3_1x128"), find_format("fp8_e4m3_128x128")
-    both, weight = cast_both(x), cast_weight(full)
+    both, weight, squares = cast_both(x), cast_weight(full), cast_squares(x)
+    tall = torch.zeros(-(-rows // 512) * 512, wide_in, device=DEVICE)
+    tall[:rows] = x
     return {
         "cast along rows": error(both.along.dequantize(), fake_quantize(full, row)),
         "cast along columns": error(both.turned.dequantize(), fake_quantize(full.T.contiguous(), row)),
+        "cast in squares": error(squares.along.dequantize(), fake_quantize(tall, square)),
+        "cast in squares, turned": error(squares.turned.dequantize().T, fake_quantize(tall, square)),
         "cast of a weight": error(weight.along.dequantize(), fake_quantize(full, square)),
         "cast of a weight, turned": error(weight.turned.dequantize().T, fake_quantize(full, square)),
     }
@@ -102,20 +107,24 @@ def product_errors(rows: int, wide_in: int, wide_out: int) -> dict[str, float]:
 
 
 def layer_errors(rows: int, wide_in: int, wide_out: int) -> dict[str, float]:
-    """A native layer beside the emulated one, for an output gradient in bfloat16: the native layer's output is, so its gradient becomes so on its
+    """Native layers beside the emulated ones, for an output gradient in bfloat16: the native layer's output is, so its gradient becomes so on its
     way in, and rounding twice would move one element in thirty by a step of E4M3."""
-    native, emulated = (nn.Linear(wide_in, wide_out, device=DEVICE) for _ in range(2))
-    emulated.load_state_dict(native.state_dict())
-    rule = PRESETS["fp8_block"].rule()
-    lower(native, rule, native_linear)
-    lower(emulated, rule)
-    results = []
-    for layer in (native, emulated):
-        x = spread(rows, wide_in, 4).requires_grad_()
-        out = layer(x)
-        out.backward(spread(rows, wide_out, 5).bfloat16().float())
-        results.append((out.detach(), x.grad, layer.weight.grad))
-    return {f"layer, {name}": error(got, wanted) for name, got, wanted in zip(("output", "input gradient", "weight gradient"), *results, strict=True)}
+    found = {}
+    for recipe, function in NATIVE.items():
+        native, emulated = (nn.Linear(wide_in, wide_out, device=DEVICE) for _ in range(2))
+        emulated.load_state_dict(native.state_dict())
+        rule = PRESETS[recipe].rule()
+        lower(native, rule, function)
+        lower(emulated, rule)
+        results = []
+        for layer in (native, emulated):
+            x = spread(rows, wide_in, 4).requires_grad_()
+            out = layer(x)
+            out.backward(spread(rows, wide_out, 5).bfloat16().float())
+            results.append((out.detach(), x.grad, layer.weight.grad))
+        for name, got, wanted in zip(("output", "input gradient", "weight gradient"), *results, strict=True):
+            found[f"layer in {recipe}, {name}"] = error(got, wanted)
+    return found
 
 
 def fused_errors(rows: int, wide_in: int, wide_out: int) -> dict[str, float]:
@@ -228,6 +237,7 @@ def passes(rows: int, columns: int) -> list[dict[str, Any]]:
         "copy": lambda: target.copy_(x),
         "cast": lambda: cast_both(x),
         "cast and column sums": lambda: cast_and_sum(x),
+        "cast in squares": lambda: cast_squares(x),
         "RMS norm and cast": lambda: norm_both(x, gamma),
         "layer norm and cast": lambda: norm_both(x, gamma, gamma),
         "SiLU and cast": lambda: activation_both(x, "silu"),
@@ -285,9 +295,10 @@ def step(layer: nn.Linear, x: Tensor, grad: Tensor) -> None:
 def layers(rows: int, wide_in: int, wide_out: int) -> list[dict[str, Any]]:
     """A linear layer with a bias, forward and backward."""
     x, grad = random(rows, wide_in).requires_grad_(), random(rows, wide_out)
-    plain, low = (nn.Linear(wide_in, wide_out, device=DEVICE) for _ in range(2))
-    lower(low, PRESETS["fp8_block"].rule(), native_linear)
-    times = medians({"bf16": lambda: step(plain, x, grad), "fp8_block": lambda: step(low, x, grad)})
+    kept = {recipe: nn.Linear(wide_in, wide_out, device=DEVICE) for recipe in ("bf16", *NATIVE)}
+    for recipe, function in NATIVE.items():
+        lower(kept[recipe], PRESETS[recipe].rule(), function)
+    times = medians({name: lambda layer=layer: step(layer, x, grad) for name, layer in kept.items()})
     return beside_bf16("linear", times, 6 * rows * wide_in * wide_out)
 
 

@@ -40,10 +40,10 @@ def bench(monkeypatch):
 def test_every_check_and_every_timing_runs(bench, capsys):
     checks = bench.checks()
     assert not [record for record in checks if record["check"].startswith("failed")]
-    assert len(checks) == 4 + 4 + 3 + 3 + 1
+    assert len(checks) == 6 + 4 + 6 + 3 + 1
     timings = list(bench.timings())
     assert not [record for record in timings if "failed" in record["what"]]
-    assert len(timings) == 8 + 7 + 2 + 4 + 2
+    assert len(timings) == 9 + 7 + 3 + 4 + 2
     assert {record["of_a_copy"] for record in timings if record["what"] == "cast"} == {1.0}
 
 
@@ -70,6 +70,7 @@ def test_the_page_shows_what_was_measured(bench, monkeypatch, tmp_path):
     assert "stale" not in written
     assert "1 of 2 checks hold" in written
     assert "| 130x128x256 | linear | 2.00 | 1.00 | 2.00 |" in written
+    assert "| 130x128x256 | linear, fp8_square | 2.00 | 2.00 | 1.00 |" in written
     assert "| 130x128x256 | weight gradient | 0 |  | **1.00** |  |" in written
     assert "| 130x256 | 0.00 | 100% |" in written
     monkeypatch.setattr(sys, "argv", ["document.py", "--check"])
