@@ -191,15 +191,15 @@ def beside(way: Way, device: torch.device, repeats: int) -> dict[str, Any]:
         for _ in range(PRODUCTS):
             torch.mm(a, b, out=out)
 
-    alone = slowest(statistics.median([seconds_of(products, device) for _ in range(repeats + 1)][1:]))
+    first = slowest(statistics.median([seconds_of(products, device) for _ in range(4)][1:]))
     whole, part = tensors(size, way.tier.here.ranks, device)
     each = slowest(statistics.median(timed(way, size, device, 3)))
     # the same number on every rank: enough to outlast twice the products
-    calls = 2 + math.ceil(2.5 * alone / each)
+    calls = 2 + math.ceil(2.5 * first / each)
     crowd = Crowd(lambda: way.call(whole, part), calls, device)
-    both = [crowd.around(products) for _ in range(repeats)]
-    covered = min(covers for _, covers in both)
-    seconds = slowest(statistics.median([seconds for seconds, _ in both]))
+    turns = [(alone_now(products, device), *crowd.around(products)) for _ in range(repeats)]  # in turn, as clocks and the load of a machine drift
+    alone, seconds = (slowest(statistics.median([turn[side] for turn in turns])) for side in (0, 1))
+    covered = min(covers for _, _, covers in turns)
     row: dict[str, Any] = {"bytes": size, "gemm_ms": 1e3 * alone / PRODUCTS, "overlapped_ms": 1e3 * seconds / PRODUCTS}
     row["slowdown_pct"] = 100 * (seconds / alone - 1)
     if slowest(1.0 - covered) > 0:
@@ -210,6 +210,12 @@ def beside(way: Way, device: torch.device, repeats: int) -> dict[str, Any]:
         except RuntimeError as error:  # of the probe's compilation, which needs NVRTC
             row["note"] = f"{row.get('note', '')} SMs not counted: {_first_line(error)}".strip()
     return row
+
+
+def alone_now(work: Callable[[], Any], device: torch.device) -> float:
+    """Seconds of one call while no rank does anything else. Collective."""
+    dist.barrier()
+    return seconds_of(work, device)
 
 
 class Crowd:
