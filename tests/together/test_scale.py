@@ -2,10 +2,23 @@
 
 import csv
 import json
+import runpy
+import shlex
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))  # commands are read as those of documents are
+
+from test_documents import ROOT, parsed
+
+from gem_core.config.load import load_config
+from gem_core.train.compose import preview
+
+SCRIPT = runpy.run_path(str(ROOT / "packages/gem-parallel/benchmarks/scale.py"))
 SHRUNK = {"items": 500, "categories": 50, "rows": 600, "test_rows": 60, "users": 50, "groups": 5, "history_length": 4}
 MODEL = ("model.options.layers=1", "model.options.dim=16", "model.options.sequence.dim=16", "precision.recipe=fp32", "data.batch_size=32")
 SETS = tuple(word for value in (*(f"data.options.{name}={value}" for name, value in SHRUNK.items()), *MODEL) for word in ("--set", value))
@@ -30,3 +43,20 @@ def test_four_ranks_of_experts_and_fully_sharded_tables(gem: Callable[..., Any],
     for name in ("experts: activations", "dense: weights of layers.0.ensemble.experts", "tables: answer", "tables: gradients to owner"):
         assert f"exchange: {name}" in parts
     assert "<svg" in (tmp_path / "scale.svg").read_text()
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_the_script_for_several_ranks_asks_for_what_gem_takes(device: str, tmp_path: Path) -> None:
+    asked = SCRIPT["commands"](device, [1, 2, 4], 20, tmp_path)
+    scale = [f"scale-{device}-{recipe}-{scaling}" for scaling in ("weak", "strong") for recipe in SCRIPT["RECIPES"]]
+    assert list(asked) == [f"comm-{device}-2", f"comm-{device}-4", *scale]
+    for words in asked.values():
+        parsed(shlex.join(words[words.index("gem_core") + 1 :]))
+
+
+@pytest.mark.parametrize("recipe", SCRIPT["SMALL"])
+def test_the_script_makes_recipes_small_enough_for_cores(recipe: str, tmp_path: Path) -> None:
+    run = preview(load_config(recipe, [*SCRIPT["SMALL"][recipe], "run.device=cpu", f"run.out={str(tmp_path / 'run')!r}"]))
+    assert sum(p.numel() for p in run.model.parameters()) < 20e6
+    assert sum(table.rows * table.dim * 4 for table in run.tables) < 200e6
+    assert len(run.config.model.options["experts"]) % 2 == 0, "pairs of ranks share them out"
