@@ -98,6 +98,17 @@ def test_a_program_that_casts_many_tiles_gives_what_one_for_each_gives(block_num
     assert ((sums.double() - x.double().sum(0)).abs() <= 1e-5 * x.double().abs().sum(0)).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(0, 256), (5, 0), (0, 0)])
+def test_nothing_is_cast_to_nothing_and_sums_to_zeros(shape, dtype):
+    both, sums = cast_and_sum(torch.zeros(shape, dtype=dtype, device=DEVICE))
+    rows = -(-shape[0] // 128) * 128
+    assert both.along.elements.shape == (rows, shape[1])
+    assert both.turned.elements.shape == (shape[1], rows)
+    assert torch.equal(sums, torch.zeros(shape[1], device=DEVICE))
+    assert cast_squares(torch.zeros(shape, dtype=dtype, device=DEVICE)).turned.elements.shape == (shape[1], -(-shape[0] // 512) * 512)
+
+
 def test_bfloat16_is_cast_in_words_where_it_lies_in_words(block_numbers, monkeypatch):
     wide = block_numbers(130, 512, 3).to(DEVICE).bfloat16()
     views = {"whole": wide, "columns": wide[:, 128:384], "every other row": wide[::2, :128], "odd": wide[:, 1:129], "one row": wide[:1, :128]}

@@ -170,8 +170,8 @@ def _cast(x: Tensor, multiple: int, *, summed: bool) -> tuple[Both, Tensor]:
     rows, columns = x.shape
     both = Both.empty(rows, columns, x.device, multiple)
     padded, across, pairs = both.along.elements.shape[0], columns // SIDE, comes_in_pairs(x)
-    groups = max(1, min(padded // SIDE, PROGRAMS // across)) if pairs else padded // SIDE
-    sums = torch.zeros(groups if summed else 0, columns, device=x.device)
+    groups = min(padded // SIDE, max(1, PROGRAMS // max(1, across))) if pairs else padded // SIDE
+    sums = torch.empty(groups if summed else 0, columns, device=x.device)
     if x.numel() and pairs:
         elements, *others = both.words()
         written = (elements.view(torch.int16), *others, sums)
