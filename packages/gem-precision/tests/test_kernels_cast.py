@@ -125,21 +125,21 @@ def test_bfloat16_is_cast_in_words_where_it_lies_in_words(block_numbers, monkeyp
 
 
 @triton.jit
-def scales_kernel(words, bits, out, N: tl.constexpr):
+def scales_kernel(words, bits, out, all_of_them, N: tl.constexpr):
     """Two at a time, and one by one."""
-    pair, each = tl.arange(0, N), tl.arange(0, 2 * N)
+    pair, each = tl.program_id(0) * N + tl.arange(0, N), tl.program_id(0) * 2 * N + tl.arange(0, 2 * N)
     first, second, by_first, by_second = _scales(tl.load(words + pair))
     tl.store(out + each, tl.interleave(first, second))
-    tl.store(out + 2 * N + each, tl.interleave(by_first, by_second))
-    tl.store(out + 4 * N + each, scale(tl.load(bits + each)))
-    tl.store(out + 6 * N + each, inverse_scale(tl.load(bits + each)))
+    tl.store(out + all_of_them + each, tl.interleave(by_first, by_second))
+    tl.store(out + 2 * all_of_them + each, scale(tl.load(bits + each)))
+    tl.store(out + 3 * all_of_them + each, inverse_scale(tl.load(bits + each)))
 
 
 def test_scales_of_two_blocks_at_once_are_those_of_each_for_every_magnitude():
     magnitudes = torch.arange(1 << 15, dtype=torch.int32, device=DEVICE)
     order = torch.randperm(1 << 15, generator=torch.Generator().manual_seed(0)).to(DEVICE)  # neighbours that have nothing to do with each other
     out = torch.empty(4, 1 << 15, device=DEVICE)
-    scales_kernel[(1,)](magnitudes[order].short().view(torch.int32), magnitudes[order] << 16, out, 1 << 14)
+    scales_kernel[(32,)](magnitudes[order].short().view(torch.int32), magnitudes[order] << 16, out, 1 << 15, 1 << 9)
     for pairs, single in ((out[0], out[2]), (out[1], out[3])):
         assert same(pairs, single)
     assert out[0].isnan().sum() == 1 << 7
