@@ -252,6 +252,22 @@ def test_compiled_graphs_save_within_their_budget() -> None:
     assert torch._functorch.config.activation_memory_budget == 1.0, "only what is compiled meanwhile is bound"
 
 
+@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("policy", ["keep", "recompute"])
+def test_blocks_that_are_compiled_are_measured_as_they_are_written(plain: Any, policy: str) -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(1)
+    model, strategy = Model(), Activations(budget=1.0, policies=rules(("layers.[01]", policy)))
+    strategy.apply(model, CONTEXT)
+    for layer in model.layers:
+        layer.compile(backend="eager")
+    told = strategy.memory_report(model, lambda: model(batch(0)).square().mean())
+    assert [block.saved for block in told.blocks] == [block.saved for block in report(policies=rules(("*", "keep"))).blocks]
+    assert all(layer._compiled_call_impl is not None for layer in model.layers), "they stay compiled"
+    torch.manual_seed(2)
+    assert float(model(batch(0)).square().mean().detach()) == plain[0][0]
+
+
 def test_what_a_run_says_of_its_plan() -> None:
     _, _, strategy = train(steps=1, budget=1.0)
     assert strategy is not None

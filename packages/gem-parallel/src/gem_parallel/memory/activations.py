@@ -1,7 +1,7 @@
 """Strategy ``activations``: what each block of the dense part does with what it would save for backward."""
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
 from fnmatch import fnmatchcase
 from functools import partial
@@ -53,6 +53,7 @@ class Activations:
         self._compiled_budget = compiled_budget
         self._rules = [BlockRule.model_validate(rule) for rule in policies]
         self._policies: dict[str, str] = {}
+        self._modules: list[nn.Module] = []
         self._measured: list[Measured] = []
         self._planned: dict[str, Option] = {}
         self._wanted = budget is not None
@@ -76,6 +77,7 @@ class Activations:
                 raise RequestError(
                     f"strategy 'activations' with {rule.pattern!r}", f"no block has such a name; there are {', '.join(found)}", "Name one."
                 )
+        self._modules = list(found.values())
         for name, block in found.items():
             self._policies[name] = self._ruled(name) or "keep"
             block.forward = partial(self._forward, name, block, block.forward)
@@ -124,7 +126,7 @@ class Activations:
         for _ in range(2):  # the first pass warms up: kernels are compiled, memory is allocated
             self._gauge, self._measured = Gauge(), []
             try:
-                with torch.random.fork_rng(devices=devices):
+                with torch.random.fork_rng(devices=devices), uncompiled(self._modules):
                     forward(*arguments)
             finally:
                 self._gauge = None
@@ -190,7 +192,7 @@ class Activations:
             torch.cuda.reset_peak_memory_stats(self._device)
         before = torch.cuda.memory_allocated(self._device) if on_cuda else 0
         self._alive = Alive({storage_of(p) for p in module.parameters() if type(p) is nn.Parameter}, self._device.type)
-        with self._alive:
+        with self._alive, uncompiled(self._modules):
             loss = forward()
         alive, self._alive = self._alive.held(), None
         loss.backward()  # type: ignore[no-untyped-call]
@@ -218,6 +220,19 @@ class Activations:
             peak = max(peak, held + m.saved)
             held += self._planned[m.name].bytes
         return peak
+
+
+@contextmanager
+def uncompiled(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Modules that are compiled themselves run as they are written: what a compiler traces cannot be measured. What is compiled in them stays."""
+    compiled = [(module, module._compiled_call_impl) for module in modules]
+    for module, _ in compiled:
+        module._compiled_call_impl = None
+    try:
+        yield
+    finally:
+        for module, call in compiled:
+            module._compiled_call_impl = call
 
 
 def compiling_within(share: float) -> AbstractContextManager[None]:
