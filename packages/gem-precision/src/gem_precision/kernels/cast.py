@@ -38,7 +38,7 @@ STAGES = 3
 TALL = 4 * SIDE
 """Rows are padded to a multiple of it where one of two operands that are contracted along them has 128 x 128 blocks, which the library wants."""
 FARTHEST = 1 << 24
-"""Rows and words in a row of a matrix up to which places inside a tile are 32-bit numbers."""
+"""Rows, columns and numbers from row to row of a matrix up to which places inside a tile fit in 32 bits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,9 +184,9 @@ def _cast(x: Tensor, multiple: int, *, summed: bool) -> tuple[Both, Tensor]:
 
 
 def comes_in_pairs(x: Tensor) -> bool:
-    """It can be read as 32-bit words of two bfloat16, places inside a tile fit in 32 bits."""
+    """It can be read as 32-bit words of two bfloat16, and is not too far-flung for their kernel."""
     even = x.stride(0) % 2 == 0 and x.storage_offset() % 2 == 0
-    return x.dtype == torch.bfloat16 and even and max(x.stride(0), x.shape[0]) < FARTHEST
+    return x.dtype == torch.bfloat16 and even and max(x.stride(0), *x.shape) < FARTHEST
 
 
 def cast_weight(weight: Tensor) -> Both:
