@@ -1,13 +1,16 @@
 """``unbind_packed`` is ``unbind``, whatever becomes of the gradients; memory that was given comes back without a copy."""
 
+import weakref
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.autograd.function import once_differentiable
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from gem_core.ops.packed import place_for, unbind_packed
+from gem_core.ops.packed import Room, place_for, unbind_packed
 
 
 def plain(x):
@@ -121,6 +124,20 @@ def test_two_kernels_on_different_parts_fill_one_tensor():
     assert all(lies_at(part, reached, i) for i, part in enumerate((*first, *second)))
 
 
+@pytest.mark.parametrize(("takes", "copies"), [((0, 1, 2), []), ((0, 2), ["aten.copy_.default"]), ((), ["aten.stack.default"])])
+def test_what_joining_copies(takes, copies):
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            called.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    room, called = Room(made()), []
+    grads = tuple(room.give(i) if i in takes else torch.ones(5, 2, 4, dtype=torch.float64) for i in range(3))
+    with Seen():
+        room.joined(grads)
+    assert [name for name in called if "select" not in name] == copies
+
+
 def test_gradients_that_swap_places_are_put_right():
     """Views of the memory that was given, each in the place of another: filling in place would read what it has written."""
     x = made()
@@ -177,6 +194,16 @@ def test_the_graph_may_be_walked_again():
     assert first.data_ptr() != second.data_ptr()
 
 
+def test_nothing_is_kept_after_a_walk():
+    x = made()
+    y = x * 1.0
+    reached = []
+    y.register_hook(lambda grad: reached.append(weakref.ref(grad)))
+    out = scaled(*unbind_packed(y)).sum()
+    torch.autograd.grad(out, x, retain_graph=True)
+    assert reached[0]() is None
+
+
 def test_a_walk_that_ends_before_the_unbinding_leaves_nothing_behind():
     """Its gradients belong to whoever asked for them."""
     x = made(parts=4)
@@ -230,10 +257,11 @@ def test_a_second_derivative_is_not_lost_in_the_places():
     """A kernel without second derivatives says so; its gradient beside one that has some does not lose either."""
     x = made(parts=2)
     a, b = unbind_packed(x * 1.0)
-    out = scaled(a).square().sum() + b.pow(3).sum()
-    (first,) = torch.autograd.grad(out, x, create_graph=True)
-    (second,) = torch.autograd.grad(first[:, 1].sum(), x, retain_graph=True)
-    torch.testing.assert_close(second[:, 1], 6 * x[:, 1].detach())
+    for of_a in (scaled(a).sum(), scaled(a).square().sum()):
+        (first,) = torch.autograd.grad(of_a + b.pow(3).sum(), x, create_graph=True)
+        (second,) = torch.autograd.grad(first[:, 1].sum(), x, retain_graph=True)
+        torch.testing.assert_close(second[:, 1], 6 * x[:, 1].detach())
+        assert not second[:, 0].any()
     with pytest.raises(RuntimeError, match="once_differentiable"):
         first[:, 0].sum().backward()
 
@@ -265,6 +293,7 @@ def test_transforms_and_compilers_get_plain_unbind():
     y = x.clone().requires_grad_()
     torch.compile(f, backend=keep, fullgraph=True)(y).backward()
     assert len(graphs) == 1
+    assert not any("autograd" in str(node.target) for node in graphs[0].graph.nodes)
     assert torch.equal(y.grad, torch.func.grad(f)(x))
 
 
