@@ -37,7 +37,8 @@ def word(name, described):
         return "i32"
     return WORDS.get(name, "*bf16")
 
-op, _, engine = sys.argv[1].partition(" ")
+op, _, how = sys.argv[1].partition(" ")
+engine, ones = how == "engine", how == "ones"
 kernels = sys.argv[2:]
 RAGGED = ("k v dk_desc dv_desc" if op.startswith("pooled") else "q k v dout out_desc dq_desc dk_desc dv_desc").split()
 if engine:
@@ -46,6 +47,8 @@ if engine:
 module = import_module(f"gem_kernels.ops.{op}")
 for kernel in (getattr(module, name + "_kernel") for name in kernels):
     fixed = {n: v for n, v in SIZES.items() if n in kernel.arg_names}
+    if ones:  # a number that is 1 becomes a constant, unless the kernel says that it varies
+        fixed |= {p.name: 1 for p in kernel.params if p.name in ("heads", "kv_heads", "seeds") and not p.do_not_specialize}
     signature = {n: "constexpr" if n in fixed else word(n, op == "norm_linear.triton") for n in kernel.arg_names}
     constants = {(kernel.arg_names.index(n),): value for n, value in fixed.items()}
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
@@ -60,6 +63,7 @@ KERNELS = {
     "hstu_attention.triton": ("forward", "query_grad", "key_grad", "bias_grad"),
     "pooled_attention.triton": ("forward", "grad", "query_grad", "key_grad"),
     "pooled_attention.triton engine": ("grad",),
+    "pooled_attention.triton ones": ("grad", "key_grad"),
     "norm_linear.triton": ("after", "before"),
     "norm_linear.rows": ("statistics", "forward", "backward"),
     "gated_residual.triton": ("forward", "backward"),

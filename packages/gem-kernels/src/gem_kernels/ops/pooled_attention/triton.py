@@ -16,7 +16,7 @@ but that a token of the memory of dk and dv holds ``D*_PARTS`` like them.
 from gem_kernels.common.language import tl, triton
 from gem_kernels.common.offsets import load_rows, load_tile, row_span, store_rows, store_tile, zero_rows
 
-_VARYING = ["rows", "total", "max_k", "tiles", "splits", "rows_per_run"]
+_VARYING = ["rows", "seeds", "total", "max_k", "tiles", "splits", "rows_per_run"]
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
