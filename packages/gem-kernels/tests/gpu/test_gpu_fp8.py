@@ -65,7 +65,9 @@ def test_case_G11_softmax_attention_is_that_of_its_operands(q_lengths, k_lengths
     low, out, lse = attend(call)
     wanted, sums = plain.softmax(call, low)
     near(out, wanted, SUMS)
-    torch.testing.assert_close(lse.t().double() * torch.log(torch.tensor(2.0)).item(), torch.where(sums.isinf(), -sums, sums), rtol=STATISTIC, atol=1e-2)
+    torch.testing.assert_close(
+        lse.t().double() * torch.log(torch.tensor(2.0)).item(), torch.where(sums.isinf(), -sums, sums), rtol=STATISTIC, atol=1e-2
+    )
 
 
 @pytest.mark.parametrize("options", [{"scale": -0.05}, {"scale_after": True, "scale": 0.3}])
