@@ -51,6 +51,11 @@ class KeyValues(nn.Module):
         """Pairs of one row."""
         return self.shape[0] * self.shape[1]
 
+    @property
+    def added(self) -> int:
+        """Columns of a matrix that add the shared part."""
+        return -(-self.shape[0] // ALIGNED) * ALIGNED
+
     def reset_parameters(self) -> None:
         width = self.weight.shape[2] ** -0.5
         for i, scale in enumerate((1.0, self.keys**-0.5)):
@@ -59,7 +64,7 @@ class KeyValues(nn.Module):
 
     def forward(self, sources: Tensor) -> tuple[Tensor, Tensor]:
         count, _, heads, head_dim = self.shape
-        dtype, extra = compute_dtype(sources), -(-count // ALIGNED) * ALIGNED
+        dtype, extra = compute_dtype(sources), self.added
         place = torch.eye(count, extra, dtype=dtype, device=sources.device).expand(sources.shape[0], -1, -1)
         joined = torch.cat([sources.to(dtype), place], dim=-1)
         matrices = (
