@@ -205,7 +205,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 def _backward(ctx: Any, dout: Tensor, dlse: Any) -> tuple[Tensor | None, ...]:
     out, lse, *tensors = ctx.saved_tensors
     inputs = _Inputs(*tensors, *ctx.settings)
-    if unwatched((dout, *ctx.saved_tensors)):
+    if unwatched((dout, out, lse, *tensors)):
         dk, dv = grad_memory(ctx.next_functions[1:3], (inputs.k, inputs.v))
         grads = _gradients(dout, out, lse, inputs, dk, dv)
     else:
