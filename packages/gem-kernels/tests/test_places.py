@@ -8,9 +8,10 @@ from gem_kernels_places import CASES, FEW, assert_side_by_side, block, both, jag
 from gem_kernels_portable import offsets_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from gem_core.ops.packed import unbind_packed
+from gem_core.ops.packed import place_for, unbind_packed
 
 pytest.importorskip("triton")
 
@@ -120,6 +121,27 @@ def test_compiled_code_gets_the_same_gradients(case):
         x = base.clone().requires_grad_()
         gradients.append(torch.autograd.grad(way(x).square().sum(), x)[0])
     assert torch.equal(*gradients)
+
+
+@pytest.mark.parametrize("case", ["block", "hstu", "jagged", "pooled"])
+def test_checkpointed_layers_have_places_too(case):
+    function, count, options = CASES[case]
+    base, offsets, given = normal(7, count, 1, 16), offsets_of(FEW), []
+
+    def layer(x):
+        return function(unbind_packed(x * 2), offsets, 4, **options)
+
+    def remember(edge):
+        given.append(place_for(edge))
+        return given[-1]
+
+    gradients = []
+    for way in (layer, lambda x: checkpoint(layer, x, use_reentrant=False)):
+        x = base.clone().requires_grad_()
+        with patch.object(places, "place_for", remember):
+            gradients.append(torch.autograd.grad(way(x).square().sum(), x)[0])
+    assert torch.equal(*gradients)
+    assert sum(place is not None for place in given) == 2 * min(count, 3)
 
 
 def test_records_that_kernels_cannot_step_over_get_memory_of_their_own():
