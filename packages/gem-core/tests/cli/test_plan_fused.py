@@ -25,9 +25,9 @@ HEADS, DIM, FLOAT = 2, 4, 4
 class Holder(nn.Module):
     """One slot; with ``fused`` a stand-in is bound to it."""
 
-    def __init__(self, op: str, *, fused: bool, head_dim: int | None = DIM) -> None:
+    def __init__(self, op: str, *, fused: bool, head_dim: int | None = DIM, features: tuple[str, ...] = ()) -> None:
         super().__init__()
-        self.slot = KernelSlot(op, head_dim=head_dim)
+        self.slot = KernelSlot(op, head_dim=head_dim, features=features)
         choices = bind_kernels(self, device="cpu", dtype="fp32", arch=None, backward=True)
         if fused:
             bind_fused(self, choices)
@@ -73,6 +73,14 @@ def test_a_stand_in_gives_the_numbers_of_the_reference() -> None:
     for words in ({"gate": gate, "residual": residual}, {"residual": residual, "gate": gate}):
         fused, plain = (Holder("gated_residual", fused=which, head_dim=None).slot(x, **words) for which in (True, False))
         assert torch.equal(fused, plain)
+
+
+def test_a_norm_of_a_sum_leaves_the_sum_for_both_of_its_parts() -> None:
+    stream, branch, weight = (torch.randn(rows, 3, requires_grad=True) for rows in (5, 5, 2))
+    norm = Holder("norm_linear", fused=True, head_dim=None, features=("before", "rms", "residual", "return_sum")).slot
+    words: dict[str, Any] = {"where": "before", "norm": "rms", "return_sum": True}
+    assert floats_kept(lambda: norm(stream, weight, residual=branch, **words))[1] == (15 + 6 + 10) * FLOAT  # sum, weight, result
+    assert floats_kept(lambda: norm(stream, weight, **words))[1] >= (15 + 6 + 10) * FLOAT
 
 
 def test_what_moves_rows_leaves_no_floats() -> None:

@@ -22,10 +22,12 @@ class Fused(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, kernel: Callable[..., Any], saves: bool, *tensors: Tensor) -> Any:
+    def forward(ctx: Any, kernel: Callable[..., Any], saved: Sequence[bool] | None, *tensors: Tensor) -> Any:
+        """``saved`` says it of each tensor; None for none, nor of what is made."""
         found = kernel(*tensors)
-        if saves:
-            ctx.save_for_backward(*tensors, *(leaf for leaf in tree_leaves(found) if isinstance(leaf, Tensor)))
+        if saved is not None:
+            made = (leaf for leaf in tree_leaves(found) if isinstance(leaf, Tensor))
+            ctx.save_for_backward(*(tensor for tensor, kept in zip(tensors, saved, strict=True) if kept), *made)
         return found
 
     @staticmethod
@@ -43,10 +45,10 @@ def bind_fused(module: nn.Module, choices: Sequence[KernelChoice]) -> None:
     """
     for slot, choice in zip(kernel_slots(module), choices, strict=True):
         if named_backend(slot.op)[0] is None:
-            slot.bind(partial(_call, choice.impl.resolve(), slot.op not in MOVING))
+            slot.bind(partial(_call, choice.impl.resolve(), slot.op))
 
 
-def _call(reference: Callable[..., Any], saves: bool, *args: Any, **options: Any) -> Any:
+def _call(reference: Callable[..., Any], op: str, *args: Any, **options: Any) -> Any:
     leaves, shape = tree_flatten((args, options))
     places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
 
@@ -57,4 +59,6 @@ def _call(reference: Callable[..., Any], saves: bool, *args: Any, **options: Any
         words, named = tree_unflatten(filled, shape)
         return reference(*words, **named)
 
-    return Fused.apply(kernel, saves, *(leaves[place] for place in places))  # type: ignore[no-untyped-call]
+    summed = (args[0], options["residual"]) if options.get("return_sum") and options.get("residual") is not None else ()
+    saved = None if op in MOVING else [not any(leaves[place] is tensor for tensor in summed) for place in places]  # their sum is, which is made
+    return Fused.apply(kernel, saved, *(leaves[place] for place in places))  # type: ignore[no-untyped-call]
