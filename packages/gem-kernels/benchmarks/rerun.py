@@ -128,7 +128,6 @@ def timings() -> list[Part]:
     return [
         host,
         *(_cli(f"bench-{op}", *bench, "--op", op) for op in ops),
-        _cli("bench-hstu-measured", "bench", "--csv", "OUT/bench-measured.csv", "--op", "hstu_attention", "--backend", "gluon", GEM_UNMEASURED="0"),
         _cli("bench-adapters", *bench, "--op", "jagged_attention", *adapters, limit=90),
         _cli("tune-block", "tune", "--op", "block_attention", limit=150, GEM_KERNELS_HOME="OUT/tuned"),
         _cli("tune-gdpa", "tune", "--op", "gdpa", "--shape", "self-L256", limit=120, GEM_KERNELS_HOME="OUT/tuned"),

@@ -7,7 +7,7 @@ derivative of u and x u' = 3 u - 2 A x. ``weights_of`` gives 2 f / scale, and ``
 # Kernels are compiled from their source and carry no types.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
-from gem_kernels.common.activations import TANH_U1, TANH_U3, U1, U3, activate, both_scaled, fast_tanh, slope_of, slope_scaled
+from gem_kernels.common.activations import TANH_U1, TANH_U3, U1, U3, activate, fast_tanh, slope_of
 from gem_kernels.common.hopper.gluon import gl, gluon
 
 
@@ -71,20 +71,3 @@ def slopes_of(s, scale, ACTIVATION: gl.constexpr):
     else:
         slope = slope_of(s * scale, ACTIVATION)
     return slope
-
-
-@gluon.jit
-def weights_and_slopes(s, scale, ACTIVATION: gl.constexpr):
-    """f and f' at scale s; of ``silu_gate`` 2 f / scale and 2 f', an instruction less."""
-    if ACTIVATION == "silu_gate":
-        weight = weights_of(s, scale, "silu_bf16")
-        slope = slopes_of(s, scale, "silu_bf16")
-    else:
-        weight, slope = both_scaled(s, scale, ACTIVATION)
-    return weight, slope
-
-
-@gluon.jit
-def slopes_alone(s, scale, ACTIVATION: gl.constexpr):
-    """The second of ``weights_and_slopes``."""
-    return slopes_of(s, scale, "silu_bf16") if ACTIVATION == "silu_gate" else slope_scaled(s, scale, ACTIVATION)

@@ -12,7 +12,6 @@ from gem_kernels.ops.gdpa.call import kernel_activation
 from gem_kernels.ops.hstu_attention.hopper_forward import forward_kernel
 from gem_kernels.ops.hstu_attention.hopper_key_grad import key_grad_kernel
 from gem_kernels.ops.hstu_attention.hopper_query_grad import query_grad_kernel
-from gem_kernels.ops.limits import unmeasured
 
 TILE, HALF = 128, 64
 """Tokens of a tile, and of each warpgroup's half."""
@@ -35,12 +34,9 @@ def grad(inputs: Any, dout: Tensor, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
     q, k, v, dout = _aligned(inputs.q), _aligned(inputs.k), _aligned(inputs.v), _aligned(dout.contiguous())
     block, stages = _streamed("grad", q, v)
     read = {"q_desc": _ragged(q, HALF), "do_desc": _ragged(dout, HALF), "k_desc": _ragged(k, HALF), "v_desc": _ragged(v, HALF)}
-    # The sums get what ``silu_gate`` leaves out; no GPU has run it yet.
-    gate = unmeasured()
-    factor, norm = (0.5 * inputs.scale * inputs.norm,) * 2 if gate else (inputs.scale * inputs.norm, inputs.norm)
-    read |= {"factor": factor, "STAGES": stages, "ACTIVATION": "silu_gate" if gate else kernel_activation("silu", q.dtype)}
+    read |= {"factor": inputs.scale * inputs.norm, "STAGES": stages, "ACTIVATION": kernel_activation("silu", q.dtype)}
     _over_tiles(query_grad_kernel, inputs, (q, k, v), **read, dq_desc=_ragged(dq, HALF), BLOCK_M=TILE, BLOCK_N=block)
-    written = {"dk_desc": _ragged(dk, HALF), "dv_desc": _ragged(dv, HALF), "norm": norm}
+    written = {"dk_desc": _ragged(dk, HALF), "dv_desc": _ragged(dv, HALF), "norm": inputs.norm}
     _over_tiles(key_grad_kernel, inputs, (q, k, v), **read, **written, BLOCK_M=block, BLOCK_N=TILE)
 
 

@@ -9,7 +9,7 @@ in the first block that it visits only.
 # Kernels are compiled from their source and carry no types.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
-from gem_kernels.common.hopper.gates import weights_and_slopes
+from gem_kernels.common.activations import both_scaled
 from gem_kernels.common.hopper.gluon import fence_async_shared, gl, gluon, mbarrier, tma, warpgroup_mma, warpgroup_mma_init, warpgroup_mma_wait
 from gem_kernels.common.hopper.items import item_of, items_here, read_row
 from gem_kernels.common.hopper.language import accumulator, barriers, copies, hide, load, queries_seeing, release, store
@@ -67,7 +67,7 @@ def _add(
         s = hide(s, queries[None, :], keys[:, None], used, window, CAUSAL, WINDOW, 0.0)
     elif TRIANGLE:
         s = gl.where(_seen(s), s, 0.0)
-    p, g = weights_and_slopes(s, scale, ACTIVATION)
+    p, g = both_scaled(s, scale, ACTIVATION)
     if WINDOW:
         g = hide(g, queries[None, :], keys[:, None], used, window, CAUSAL, WINDOW, 0.0)
     elif TRIANGLE:

@@ -7,7 +7,7 @@ mask, the same one, in the first block that it visits only.
 # Kernels are compiled from their source and carry no types.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
-from gem_kernels.common.hopper.gates import slopes_alone
+from gem_kernels.common.activations import slope_scaled
 from gem_kernels.common.hopper.gluon import fence_async_shared, gl, gluon, mbarrier, tma, warpgroup_mma, warpgroup_mma_init, warpgroup_mma_wait
 from gem_kernels.common.hopper.items import item_of, items_here, read_row
 from gem_kernels.common.hopper.language import accumulator, barriers, copies, hide, keys_seen, load, store
@@ -106,7 +106,7 @@ def _consume(
             mbarrier.arrive(turn.index(1 - W), count=1)
             turns += 1
             s = warpgroup_mma_wait(1, deps=[s])
-            g = slopes_alone(s, scale, ACTIVATION)
+            g = slope_scaled(s, scale, ACTIVATION)
             if WINDOW:
                 keys = columns + (begin + (n - 1 - skipped) * BLOCK_N)
                 g = hide(g, queries[:, None], keys[None, :], used, window, CAUSAL, WINDOW, 0.0)
@@ -130,7 +130,7 @@ def _consume(
                 mbarrier.arrive(turn.index(1 - W), count=1)
                 turns += 1
                 s = warpgroup_mma_wait(2, deps=[s])
-                g = slopes_alone(s, scale, ACTIVATION)
+                g = slope_scaled(s, scale, ACTIVATION)
                 if WINDOW:
                     keys = columns + (begin + (n - 1 - j) * BLOCK_N)
                     g = hide(g, queries[:, None], keys[None, :], used, window, CAUSAL, WINDOW, 0.0)
