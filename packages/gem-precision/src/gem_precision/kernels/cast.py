@@ -31,10 +31,13 @@ from gem_precision.kernels.words import cast_words_kernel
 SIDE = int(BLOCK)
 LAUNCH = {"num_warps": 8, "maxnreg": 128}
 """Of the kernels that write tiles. So many registers a thread at most let two programs share a multiprocessor: one loads while the other stores."""
-PROGRAMS = 2 * MULTIPROCESSORS
-"""Of a cast on words: as many as run at once."""
-STAGES = 3
-"""Of its loop: with three, the next tile comes while one is cast; with two, not before."""
+TILE_BY_TILE = {"STAGES": 1, **LAUNCH}
+"""Of a cast on words without sums: a program a tile."""
+SUMMED = {"STAGES": 3, "num_warps": 8, "maxnreg": 168}
+"""Of one with sums, which a program keeps in registers from tile to tile: ``PROGRAMS`` of them. With three stages the next tile comes while one is
+cast; with two, not before. Of the launches that an H200 has timed, this and the other were the fastest for 4,096 columns (benchmarks/results)."""
+PROGRAMS = MULTIPROCESSORS
+"""Of a cast with sums: as many as run at once."""
 TALL = 4 * SIDE
 """Rows are padded to a multiple of it where one of two operands that are contracted along them has 128 x 128 blocks, which the library wants."""
 FARTHEST = 1 << 24
@@ -170,13 +173,14 @@ def _cast(x: Tensor, multiple: int, *, summed: bool) -> tuple[Both, Tensor]:
     rows, columns = x.shape
     both = Both.empty(rows, columns, x.device, multiple)
     padded, across, pairs = both.along.elements.shape[0], columns // SIDE, comes_in_pairs(x)
-    groups = min(padded // SIDE, max(1, PROGRAMS // max(1, across))) if pairs else padded // SIDE
+    strips = padded // SIDE
+    groups = min(strips, max(1, PROGRAMS // max(1, across))) if pairs and summed else strips
     sums = torch.empty(groups if summed else 0, columns, device=x.device)
     if x.numel() and pairs:
         elements, *others = both.words()
         written = (elements.view(torch.int16), *others, sums)
         cast_words_kernel[(groups * across,)](
-            x.detach().view(torch.int32), x.stride(0) // 2, rows, columns, padded, *written, SUM=summed, STAGES=STAGES, **LAUNCH
+            x.detach().view(torch.int32), x.stride(0) // 2, rows, columns, padded, *written, SUM=summed, **(SUMMED if summed else TILE_BY_TILE)
         )
     elif x.numel():
         cast_both_kernel[(groups * across,)](x, x.stride(0), rows, columns, padded, *both.words(), sums, SUM=summed, **LAUNCH)

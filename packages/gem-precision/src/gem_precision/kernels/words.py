@@ -1,7 +1,7 @@
 """The cast of a bfloat16 matrix along both of its axes, on 32-bit words of two neighbours.
 
-The number of its instructions bounds a cast. Here magnitudes are compared and scales computed two at a time. A program casts one tile after the other
-of the same 128 columns: the next tile comes while it works, and sums over rows stay in registers until its end.
+The number of its instructions bounds a cast. Here magnitudes are compared and scales computed two at a time. Where sums over rows are asked for, a
+program casts one tile after the other of the same 128 columns: the next tile comes while it works, and sums stay in registers until its end.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
