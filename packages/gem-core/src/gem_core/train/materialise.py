@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from gem_core.spec import PluginError
 
@@ -32,7 +32,8 @@ def fill_weights(model: nn.Module, build: Callable[[], nn.Module], device: torch
     if names != theirs:
         so = f"built twice it has different parameters: {sorted(names ^ theirs)[:3]}"
         raise PluginError("the model's weights", so, "A strategy that acts on the meta device must keep the parameters' names.")
-    set_model_state_dict(model, whole.state_dict(), options=StateDictOptions(full_state_dict=True))
+    weights = whole.state_dict()
+    model.load_state_dict({name: _laid_out(weights[name], like=tensor, device=device) for name, tensor in model.state_dict().items()})
     buffers = dict(whole.named_buffers())
     for name, buffer in model.named_buffers():
         buffer.copy_(buffers[name])  # also those that a state dict leaves out
@@ -41,3 +42,16 @@ def fill_weights(model: nn.Module, build: Callable[[], nn.Module], device: torch
             if isinstance(value, Tensor) and value.is_meta:
                 so = f"module {name!r} keeps the tensor {attribute!r} as a plain attribute"
                 raise PluginError("the model's weights", so, "Register it with register_buffer, so that it moves with the model.")
+
+
+def _laid_out(whole: Tensor, *, like: Tensor, device: torch.device) -> Tensor:
+    """A whole tensor spread as another is. Collective where that one is sharded.
+
+    A DTensor whose mesh lacks this rank holds nothing here and stays as it is. Whatever was asked for, torch puts it on the CPU, and so its
+    ``set_model_state_dict`` refuses the model of a GPU, for having tensors on two devices.
+    """
+    if not isinstance(like, DTensor):
+        return whole
+    if like.device_mesh.get_coordinate() is None:
+        return like
+    return distribute_tensor(whole.to(device), like.device_mesh, like.placements)
