@@ -80,3 +80,29 @@ def test_case_I03_the_kernels_compile_for_hopper_without_a_gpu(module):
     assert done.returncode == 0, done.stderr[-2000:]
     products = [name not in ("move_kernel",) and module not in WITHOUT_PRODUCTS for name in done.stdout.split()[::2]]
     assert done.stdout.split()[1::2] == [str(wanted) for wanted in products]
+
+
+WIDE = """
+import os
+os.environ.pop("TRITON_INTERPRET", None)
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from gem_kernels.ops.gated_residual import triton as kernels
+
+for kernel in (kernels.forward_kernel, kernels.backward_kernel):
+    signature = {n: {"BLOCK": "constexpr", "count": "i32", "tiles": "i32"}.get(n, "*bf16") for n in kernel.arg_names}
+    sixteen = {(p.num,): [["tt.divisibility", 16]] for p in kernel.params if not p.is_constexpr and not p.do_not_specialize}
+    constants = {(kernel.arg_names.index("BLOCK"),): 1024}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=sixteen)
+    ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=dict(num_warps=4)).asm["ptx"]
+    print(ptx.count("ld.global.v4.b32"), ptx.count("ld.global.b16"))
+"""
+
+
+@pytest.mark.slow
+def test_elements_are_loaded_sixteen_bytes_at_once():
+    """Of a count that Triton takes for a multiple of 16, as it finds it to be. Of one that is not told apart, each value is loaded alone, 24 times."""
+    done = subprocess.run([sys.executable, "-c", WIDE], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.split() == ["3", "0", "3", "0"]

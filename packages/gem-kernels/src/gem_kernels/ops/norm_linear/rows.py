@@ -90,6 +90,8 @@ def forward_kernel(
         z = load_tile(x, first, rows, x_stride, WIDTH, ROWS, BLOCK)
         if residual is not None:
             z += load_tile(residual, first, rows, residual_stride, WIDTH, ROWS, BLOCK)
+        if gate is not None:  # all that is read is under way before the sums of a row wait for any
+            gates = load_tile(gate, first, rows, gate_stride, WIDTH, ROWS, BLOCK)
         if total is not None:
             z = z.to(total.dtype.element_ty).to(tl.float32)  # as backward will read it
             store_tile(total, z, first, rows, WIDTH, WIDTH, ROWS, BLOCK)
@@ -99,7 +101,7 @@ def forward_kernel(
             tl.store(factors + row, r, mask=row < rows)
         y = n * scale + shift
         if gate is not None:
-            y *= load_tile(gate, first, rows, gate_stride, WIDTH, ROWS, BLOCK)
+            y *= gates
         store_tile(out, y, first, rows, WIDTH, WIDTH, ROWS, BLOCK)
 
 
@@ -125,6 +127,9 @@ def backward_kernel(
         z = load_tile(x, first, rows, x_stride, WIDTH, ROWS, BLOCK)
         if residual is not None:
             z += load_tile(residual, first, rows, residual_stride, WIDTH, ROWS, BLOCK)
+        g = load_tile(dy, first, rows, WIDTH, WIDTH, ROWS, BLOCK)  # early, as in ``forward_kernel``
+        if gate is not None:
+            gates = load_tile(gate, first, rows, gate_stride, WIDTH, ROWS, BLOCK)
         if factors is None:
             n, r = normalise(z, eps, LAYER, WIDTH, BLOCK)
         else:
@@ -133,10 +138,9 @@ def backward_kernel(
             r = tl.load(factors + row, mask=row < rows, other=0.0)
         if normed is not None:
             store_tile(normed, n * scale + shift, first, rows, WIDTH, WIDTH, ROWS, BLOCK)
-        g = load_tile(dy, first, rows, WIDTH, WIDTH, ROWS, BLOCK)
         if gate is not None:
             store_tile(dgate, g * (n * scale + shift), first, rows, WIDTH, WIDTH, ROWS, BLOCK)
-            g *= load_tile(gate, first, rows, gate_stride, WIDTH, ROWS, BLOCK)
+            g *= gates
         if dgamma is not None:
             scale_sum += g * n
         if dbeta is not None:

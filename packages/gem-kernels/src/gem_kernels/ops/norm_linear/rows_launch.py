@@ -14,6 +14,9 @@ PROGRAMS = 1056
 """Programs that add up columns' gradients, whatever the device, so that their rounding is the same everywhere; eight for each SM of an H200."""
 HELD, SUMMED = 4096, 2048
 """Values of a tile: of most kernels, and of one that holds sums of tiles beside them."""
+GATED_REGISTERS = 128
+"""Most registers of a thread that holds sums of tiles and a gate: an SM then holds four of ``PROGRAMS``, and all of them take two even turns; left to
+itself the compiler takes 167 for rows of 256."""
 
 
 class RowGrads(NamedTuple):
@@ -91,11 +94,12 @@ def norm_rows_grad(
     programs = min(PROGRAMS if any(columns) else host.MAX_GRID, -(-rows // tile))
     dgamma, dbeta, dsum = (x.new_zeros((programs, width), dtype=torch.float32) if wanted else None for wanted in columns)
     if x.numel():
+        most = GATED_REGISTERS if gate is not None and any(columns) and warps == 4 else None
         host.launch(
             _rows().backward_kernel, x, -(-rows // tile), programs=programs, x=x, residual=residual, gamma=gamma, beta=beta, gate=gate,
             factors=factors, dy=dy.contiguous(), dtotal=None if dtotal is None else dtotal.contiguous(), dz=dz, normed=rows_out, dgamma=dgamma,
             dbeta=dbeta, dgate=dgate, dsum=dsum, rows=rows, eps=eps, **_strides(x, residual, gate), LAYER=layer, WIDTH=width, ROWS=tile, BLOCK=block,
-            num_warps=warps,
+            num_warps=warps, maxnreg=most,
         )  # fmt: skip
     return RowGrads(dz, _added(dgamma, x.dtype), _added(dbeta, x.dtype), dgate, rows_out, _added(dsum, x.dtype))
 
