@@ -1,18 +1,21 @@
 """The strategy ``experts`` on four gloo ranks gives what one process gives, under ``fsdp`` and ``ddp``. The ranks' work is in ranks_experts.py."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from pydantic import ValidationError
 from ranks_experts import DIM, JOINS, TOKENS, Ensemble, Model, layouts, train
 from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from gem_core.spec import STAGES, ParallelContext, PluginError, RequestError, Topology, load_object
+from gem_parallel.comm.collectives import Collectives, Traffic
 from gem_parallel.dense.exchange import Exchange, Rows
-from gem_parallel.dense.experts import ExpertParallel, ensembles, placement_of
+from gem_parallel.dense.experts import ExpertParallel, empty_out, ensembles, placement_of
 from gem_parallel.plugin import gem_parallel_strategies
 
 SCRIPT = Path(__file__).with_name("ranks_experts.py")
@@ -189,3 +192,27 @@ def test_the_declaration_and_its_options() -> None:
     for wrong in ({}, {"degree": 0}, {"degree": True}, {"degree": 2, "router": "top"}):
         with pytest.raises(ValidationError):
             options(**wrong)
+
+
+@pytest.fixture
+def two_ranks() -> Iterator[None]:
+    """This process as the first of two whose collectives move nothing."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("two_ranks")
+def test_gradients_of_absent_experts_lie_where_this_rank_computes() -> None:
+    """As on a GPU, for which the meta device stands: norms and clipping take the local parts of all gradients together."""
+    absent = nn.Linear(3, 2)
+    empty_out(absent, 1, "cpu")
+    alone = Collectives(None, Traffic())
+    exchange = Exchange(alone, Rows(alone), [absent])
+    z = torch.ones(2, TOKENS, DIM, device="meta", requires_grad=True)
+    exchange.give_back(exchange.join(z), None).sum().backward()
+    for parameter in absent.parameters():
+        assert parameter.grad is not None
+        assert parameter.grad.shape == parameter.shape
+        local = parameter.grad.to_local()
+        assert (local.device.type, local.numel(), local.dtype) == ("meta", 0, torch.float32)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from gem_parallel.comm.collectives import Collectives, Gathering, Traffic
 from gem_parallel.comm.ledger import COMPUTE, Entry, Ledger, totals
 from gem_parallel.comm.transport import all_reduce_bytes
+from gem_parallel.comm.waits import Gap
 
 CPU = torch.device("cpu")
 NAP = 0.004
@@ -39,7 +40,20 @@ def test_what_blocks_the_host_is_exposed(stream: str) -> None:
         time.sleep(NAP)
     (entry,) = ledger.stop()
     assert (entry.name, entry.kind, entry.sent, entry.group, entry.ranks, entry.stream) == ("a", "all_gather", 8, "g", 2, stream)
-    assert entry.seconds >= entry.exposed >= NAP
+    assert entry.seconds == entry.exposed >= NAP
+
+
+def test_a_wait_is_exposed_from_its_beginning_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    ledger = opened()
+    monkeypatch.setattr("gem_parallel.comm.waits.LEDGER", ledger)
+    gap = Gap("wait for weights", CPU)
+    gap.begin()
+    time.sleep(NAP)
+    gap.end()
+    gap.end()  # nothing is open
+    (entry,) = ledger.stop()
+    assert (entry.name, entry.kind) == ("wait for weights", "wait")
+    assert entry.seconds == entry.exposed >= NAP
 
 
 def test_only_the_wait_for_something_under_way_is_exposed() -> None:

@@ -69,9 +69,14 @@ class Span:
         yield
         self._waits.append((begun, self._ledger.mark(self._device)))
 
-    def done(self) -> None:
-        """The collective has ended, or its end has been put on the current stream."""
-        self._ledger.add(self, self._begun, self._ledger.mark(self._device), self._waits)
+    def done(self, *, exposed: bool = False) -> None:
+        """The collective has ended, or its end has been put on the current stream.
+
+        Args:
+            exposed: the stream that computes stood still from the beginning to now.
+        """
+        ended = self._ledger.mark(self._device)
+        self._ledger.add(self, self._begun, ended, [(self._begun, ended)] if exposed else self._waits)
 
 
 class Ledger:
@@ -115,15 +120,9 @@ class Ledger:
     def blocking(self, name: str, kind: str, sent: int, group: str, ranks: int, device: torch.device, stream: str = COMPUTE) -> Iterator[None]:
         """Around a collective that the current stream waits for. Exposed if that stream computes; on the CPU every stream is the calling thread."""
         span = self.span(name, kind, sent, group, ranks, device, stream)
-        if span is None:
-            yield
-        elif stream == COMPUTE or device.type == "cpu":
-            with span.waiting():
-                yield
-            span.done()
-        else:
-            yield
-            span.done()
+        yield
+        if span is not None:
+            span.done(exposed=stream == COMPUTE or device.type == "cpu")
 
     def mark(self, device: torch.device) -> Mark:
         """Now: on the host's clock, or on the current stream."""

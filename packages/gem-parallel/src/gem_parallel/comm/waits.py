@@ -4,7 +4,6 @@ A collective on another stream may end long before or after its result is needed
 ``fully_shard`` makes it wait: its hook is put between two of ours.
 """
 
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -20,19 +19,14 @@ class Gap:
     def __init__(self, name: str, device: torch.device) -> None:
         self._name, self._device = name, device
         self._span: Span | None = None
-        self._inside: AbstractContextManager[None] | None = None
 
     def begin(self) -> None:
         self._span = LEDGER.span(self._name, "wait", 0, "", 0, self._device, COMPUTE)
-        if self._span is not None:
-            self._inside = self._span.waiting()
-            self._inside.__enter__()
 
     def end(self) -> None:
-        if self._span is not None and self._inside is not None:
-            self._inside.__exit__(None, None, None)
-            self._span.done()
-        self._span = self._inside = None
+        if self._span is not None:
+            self._span.done(exposed=True)
+        self._span = None
 
 
 class WeightWaits:

@@ -71,11 +71,17 @@ class Exchange:
             own.register_hook(self._touch)  # type: ignore[no-untyped-call]
         return own
 
-    def _touch(self, _: Tensor) -> None:
-        """Give the absent parameters a gradient without elements: the first rank's optimiser then counts their steps, and the first rank saves it."""
+    def _touch(self, own: Tensor) -> None:
+        """Give the absent parameters a gradient without elements: the first rank's optimiser then counts their steps, and the first rank saves it.
+
+        Its local part lies where this rank computes, as those of all gradients: norms and clipping take them together. Left to torch it would lie on
+        the CPU.
+        """
         for parameter in (parameter for expert in self._absent for parameter in expert.parameters()):
             if parameter.requires_grad and parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
+                nothing: Any = torch.zeros_like(parameter)
+                nothing._local_tensor = own.new_empty(0, dtype=parameter.dtype)
+                parameter.grad = nothing
 
 
 class _Join(Function):
