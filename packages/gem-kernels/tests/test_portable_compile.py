@@ -102,7 +102,7 @@ for kernel in (kernels.forward_kernel, kernels.backward_kernel):
 
 @pytest.mark.slow
 def test_elements_are_loaded_sixteen_bytes_at_once():
-    """Of a count that Triton takes for a multiple of 16, as it finds it to be. Of one that is not told apart, each value is loaded alone, 24 times."""
+    """Of a count that Triton takes for a multiple of 16, as it finds it to be. Of one that is not told apart, each value is loaded alone."""
     done = subprocess.run([sys.executable, "-c", WIDE], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.split() == ["3", "0", "3", "0"]

@@ -15,8 +15,10 @@ pytest.importorskip("triton")
 
 from gem_kernels.ops import host, ragged
 from gem_kernels.ops.block_attention import configs as block_configs
+from gem_kernels.ops.jagged_attention.call import Call
 from gem_kernels.ops.norm_linear import launch as norm_launch
 from gem_kernels.ops.norm_linear import rows_launch
+from gem_kernels.ops.pooled_attention import hopper as pooled_hopper
 from gem_kernels.ops.pooled_attention import launch as pooled_launch
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="these run under the interpreter")
@@ -247,15 +249,39 @@ def test_many_seeds_and_shared_keys_take_two_kernels_and_few_seeds_one(seeds, kv
         used.append(kernel.fn.__name__)
         return run(self, kernel, tiles, **arguments)
 
-    run = pooled_launch._Inputs.run
+    run = pooled_launch.Inputs.run
     work = draw("pooled_attention", (70, 0, 33))
     k, v = (work.arguments[name].detach()[:, :kv_heads].requires_grad_() for name in "kv")
-    with patch.object(pooled_launch._Inputs, "run", seen):
+    with patch.object(pooled_launch.Inputs, "run", seen):
         compare(changed(work, seeds=torch.randn(seeds, 2, 16, requires_grad=True), k=k, v=v))
         assert used == ["forward_kernel", "key_grad_kernel", "query_grad_kernel"]
         used.clear()
         compare(work)
         assert used == ["forward_kernel", "grad_kernel"]
+
+
+@pytest.mark.parametrize("v_dim", [16, 32, 40])
+@pytest.mark.parametrize("per_row", [False, True])
+def test_few_seeds_on_hopper_get_the_portable_gradients_of_its_own_statistics(per_row, v_dim, monkeypatch):
+    """The forward kernel needs a GPU: the portable one of ``jagged_attention``, whose statistics have the same layout, stands in its place."""
+    used, widths = [], []
+
+    def seen(self, kernel, tiles, **arguments):
+        used.append(kernel.fn.__name__)
+        return run(self, kernel, tiles, **arguments)
+
+    def portable(**given):
+        assert given["backend"] == "gluon"
+        widths.append(given["v"].shape[-1])
+        return Call(**given | {"backend": "triton"})
+
+    run = pooled_launch.Inputs.run
+    monkeypatch.setattr(pooled_hopper, "Call", portable)
+    monkeypatch.setattr(pooled_launch.Inputs, "run", seen)
+    seeds = torch.randn(*((3,) if per_row else ()), 5, 2, 16, requires_grad=True)
+    compare(draw("pooled_attention", (70, 0, 33), v_dim=v_dim, seeds=seeds), pooled_hopper.gluon)
+    assert used == ["grad_kernel"]
+    assert widths == [{16: 32, 32: 32, 40: 64}[v_dim]], "a power of two, as the kernels for Hopper want it"
 
 
 def test_both_ways_to_the_gradients_agree():

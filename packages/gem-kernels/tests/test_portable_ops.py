@@ -282,12 +282,12 @@ def test_flops_without_data_are_bounded_by_the_longest_row(op):
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_pooling_on_hopper_is_jagged_attention_of_the_seeds(shared, monkeypatch):
+def test_pooling_on_hopper_with_keys_that_heads_share_is_jagged_attention_of_the_seeds(shared, monkeypatch):
     """The kernel itself needs a GPU: the reference of ``jagged_attention`` stands in its place, and offsets, lengths and shapes are what is seen."""
-    monkeypatch.setattr(hopper, "attend", attend)
+    monkeypatch.setattr(hopper.jagged, "gluon", attend)
     generator = torch.Generator().manual_seed(0)
     offsets = torch.tensor([0, 3, 3, 8])
-    seeds = torch.randn(*(() if shared else (3,)), 5, 2, 8, dtype=torch.float64, generator=generator)
+    seeds = torch.randn(*(() if shared else (3,)), 5, 4, 8, dtype=torch.float64, generator=generator)
     k, v = (torch.randn(8, 2, 8, dtype=torch.float64, generator=generator) for _ in range(2))
     wanted = pool(seeds, k, v, offsets, max_k=5, scale=0.3)
     assert torch.equal(hopper.gluon(seeds, k, v, offsets, max_k=5, scale=0.3), wanted)

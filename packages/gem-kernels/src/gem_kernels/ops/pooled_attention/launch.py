@@ -32,7 +32,13 @@ def pooled_attention(seeds: Tensor, k: Tensor, v: Tensor, k_offsets: Tensor, *, 
         KernelUnavailable: dtype, head size or device that this backend does not take.
         MachineError: triton is missing, or the tensors lie on the CPU and the interpreter is off.
     """
-    out: Tensor = _op(seeds, k, v, k_offsets, max_k, seeds.shape[-1] ** -0.5 if scale is None else float(scale))[0]
+    return attend(seeds, k, v, k_offsets, max_k=max_k, scale=scale, hopper=False)
+
+
+def attend(seeds: Tensor, k: Tensor, v: Tensor, k_offsets: Tensor, *, max_k: int, scale: float | None, hopper: bool) -> Tensor:
+    """As ``pooled_attention``; ``hopper``: the forward pass is that of ``pooled_attention.hopper``, the gradients are those of this module all the
+    same."""
+    out: Tensor = _op(seeds, k, v, k_offsets, max_k, seeds.shape[-1] ** -0.5 if scale is None else float(scale), hopper)[0]
     return out
 
 
@@ -41,7 +47,12 @@ def _kernels() -> Any:
     return import_module("gem_kernels.ops.pooled_attention.triton")
 
 
-class _Inputs(NamedTuple):
+@cache
+def _hopper() -> Any:
+    return import_module("gem_kernels.ops.pooled_attention.hopper")
+
+
+class Inputs(NamedTuple):
     """Arguments of the custom ops, in order."""
 
     q: Tensor
@@ -51,7 +62,7 @@ class _Inputs(NamedTuple):
     max_k: int
     scale: float
 
-    def made_readable(self) -> "_Inputs":
+    def made_readable(self) -> "Inputs":
         k, v = host.readable(self.k, self.v)
         q = self.q if self.q.stride(-1) == 1 and self.q.stride(-3) <= host.MAX_TOKEN_STRIDE else self.q.contiguous()
         return self._replace(q=q, k=k, v=v)
@@ -94,13 +105,16 @@ class _Inputs(NamedTuple):
 
 
 @torch.library.custom_op("gem_kernels::pooled_attention", mutates_args=())
-def _forward(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, max_k: int, scale: float) -> tuple[Tensor, Tensor]:
+def _forward(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, max_k: int, scale: float, hopper: bool) -> tuple[Tensor, Tensor]:
     """The output, and the base-2 logarithm of each softmax's sum, float32 ``[rows, seeds, heads]``."""
     host.check_call("pooled_attention", q, (k, v), width=max(q.shape[-1], v.shape[-1]), limit=MAX_WIDTH)
-    call = _Inputs(q, k, v, offsets, max_k, scale).made_readable()
+    call = Inputs(q, k, v, offsets, max_k, scale).made_readable()
     rows, seeds, heads, v_dim = call.shape
     if call.nothing_to_do():
         return q.new_zeros(call.shape), q.new_zeros(call.shape[:3], dtype=torch.float32)
+    if hopper:
+        found: tuple[Tensor, Tensor] = _hopper().forward(call)
+        return found
     programs = rows * heads * -(-seeds // call.blocks()[0])
     splits = call.splits(programs)
     part = torch.float32 if splits > 1 else q.dtype
@@ -119,10 +133,10 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, max_k: int, scale
 def _grad(
     dout: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, max_k: int, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return _gradients(dout, out, lse, _Inputs(q, k, v, offsets, max_k, scale), k.new_empty(k.shape), v.new_empty(v.shape))
+    return _gradients(dout, out, lse, Inputs(q, k, v, offsets, max_k, scale), k.new_empty(k.shape), v.new_empty(v.shape))
 
 
-def _gradients(dout: Tensor, out: Tensor, lse: Tensor, inputs: _Inputs, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _gradients(dout: Tensor, out: Tensor, lse: Tensor, inputs: Inputs, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of the seeds, of k and of v; the last two are written to ``dk`` and ``dv``."""
     call = inputs.made_readable()
     if call.nothing_to_do():
@@ -144,12 +158,12 @@ def _written(dk: Tensor, dv: Tensor) -> dict[str, Any]:
     return {"dk": dk, "dv": dv, "DK_PARTS": parts_in(dk), "DV_PARTS": parts_in(dv)}
 
 
-def fused(call: _Inputs) -> bool:
+def fused(call: Inputs) -> bool:
     """Whether one kernel makes all gradients: one tile holds all seeds, and each head has its own keys."""
     return call.q.shape[-3] <= call.blocks()[0] and call.q.shape[-2] == call.k.shape[1]
 
 
-def _grad_at_once(call: _Inputs, dk: Tensor, dv: Tensor, stages: int, shared: dict[str, Any]) -> Tensor:
+def _grad_at_once(call: Inputs, dk: Tensor, dv: Tensor, stages: int, shared: dict[str, Any]) -> Tensor:
     """Gradient of the seeds; writes those of k and v."""
     dq, splits, per_run = _query_sums(call, FUSED_RUNS, 1)
     runs, heads, block = dq.shape[0], dq.shape[3], call.blocks()[1]
@@ -163,7 +177,7 @@ def _grad_at_once(call: _Inputs, dk: Tensor, dv: Tensor, stages: int, shared: di
     return _added(call, dq)
 
 
-def _query_sums(call: _Inputs, most: int, seed_tiles: int) -> tuple[Tensor, int, int]:
+def _query_sums(call: Inputs, most: int, seed_tiles: int) -> tuple[Tensor, int, int]:
     """Memory for the gradient of the seeds ``[runs, splits, seeds, heads, dim]`` float32, how many splits, and how many rows in a run."""
     rows, seeds, heads, _ = call.shape
     per_run = -(-rows // most) if call.q.dim() == 3 else 1
@@ -172,11 +186,11 @@ def _query_sums(call: _Inputs, most: int, seed_tiles: int) -> tuple[Tensor, int,
     return call.q.new_empty((runs, splits, seeds, heads, call.q.shape[-1]), dtype=torch.float32), splits, per_run
 
 
-def _added(call: _Inputs, dq: Tensor) -> Tensor:
+def _added(call: Inputs, dq: Tensor) -> Tensor:
     return (dq.sum((0, 1)) if call.q.dim() == 3 else dq.sum(1)).to(call.q.dtype)
 
 
-def _query_grad(call: _Inputs, block_m: int, shared: dict[str, Any]) -> Tensor:
+def _query_grad(call: Inputs, block_m: int, shared: dict[str, Any]) -> Tensor:
     seed_tiles = -(-call.q.shape[-3] // block_m)
     dq, splits, per_run = _query_sums(call, RUNS, seed_tiles)
     runs, heads = dq.shape[0], dq.shape[3]
@@ -186,7 +200,7 @@ def _query_grad(call: _Inputs, block_m: int, shared: dict[str, Any]) -> Tensor:
 
 
 @_forward.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, max_k: int, scale: float) -> tuple[Tensor, Tensor]:
+def _(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     shape = (offsets.shape[0] - 1, q.shape[-3], q.shape[-2])
     return q.new_empty((*shape, v.shape[-1])), q.new_empty(shape, dtype=torch.float32)
 
@@ -199,18 +213,18 @@ def _(dout: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, *
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     ctx.mark_non_differentiable(output[1])
     ctx.save_for_backward(*output, *inputs[:4])
-    ctx.settings = inputs[4:]
+    ctx.settings = inputs[4:6]
 
 
 def _backward(ctx: Any, dout: Tensor, dlse: Any) -> tuple[Tensor | None, ...]:
     out, lse, *tensors = ctx.saved_tensors
-    inputs = _Inputs(*tensors, *ctx.settings)
+    inputs = Inputs(*tensors, *ctx.settings)
     if unwatched((dout, out, lse, *tensors)):
         dk, dv = grad_memory(ctx.next_functions[1:3], (inputs.k, inputs.v))
         grads = _gradients(dout, out, lse, inputs, dk, dv)
     else:
         grads = _grad(dout, out, lse, *inputs)
-    return (*grads, None, None, None)
+    return (*grads, None, None, None, None)
 
 
 _op = differentiable(_forward, _backward, _save)
