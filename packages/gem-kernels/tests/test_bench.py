@@ -155,6 +155,41 @@ def test_a_right_function_is_found_right():
     assert measure.wrong(reference, small()) is None
 
 
+@pytest.mark.parametrize(
+    ("fault", "verdict"), [("none", None), ("output", "result 0 is"), ("gradient", "result 1 is"), ("nan", "result 0 is nan off")]
+)
+def test_case_G11_a_backend_in_fewer_bits_is_held_to_the_error_of_its_format(fault, verdict):
+    """Operands in E4M3, gradients at them: too far off for bfloat16, near enough for four bits, and an eighth more is not."""
+    from gem_core.ops.gdpa import reference
+
+    def low(q, *, k, v, **options):
+        q, k, v = (x + (x.detach().to(torch.float8_e4m3fn).to(x.dtype) - x.detach()) for x in (q, k, v))
+        out = reference(q, k=k, v=v, **options)
+        wrongly = {"none": out, "output": out * 1.125, "gradient": out + 0.125 * (out - out.detach()), "nan": out * float("nan")}
+        return wrongly[fault]
+
+    work = build("gdpa", "", SHAPES["self-L256"], [70, 0, 100], torch.bfloat16, "cpu")
+    found = measure.wrong(low, work, measure.FORMAT["gluon_fp8"])
+    assert found is verdict if verdict is None else found.startswith(verdict)
+    assert measure.wrong(low, work) is not None
+
+
+@CPU
+@pytest.mark.parametrize(("backend", "part"), [("gluon_fp8", 0.09), ("gluon", None)])
+def test_the_command_holds_a_backend_to_its_own_format(backend, part):
+    seen = []
+    with (
+        patch("gem_kernels.bench.backends.kernel", lambda request, name: lambda q, **options: q),
+        patch("gem_kernels.bench.measure.wrong", lambda function, work, part: seen.append(part) or "enough"),
+    ):
+        run(op=["gdpa"], backend=[backend])
+    assert seen == [part]
+
+
+def test_every_backend_with_a_format_of_its_own_exists():
+    assert set(measure.FORMAT) <= {impl.backend for impl in gem_kernel_impls()}
+
+
 WITHOUT_FLOPS = ("jagged_concat", "jagged_split", "jagged_pad", "jagged_unpad", "add_norm", "gated_residual")
 
 

@@ -68,7 +68,7 @@ def _rows(op: str, variant: str, shape: str, dtype: str, only: list[str] | None,
     import torch
 
     from gem_kernels.bench.backends import REFERENCE, backends_of, peers_of, resolve, takes
-    from gem_kernels.bench.measure import measure, wrong
+    from gem_kernels.bench.measure import FORMAT, measure, wrong
     from gem_kernels.bench.workloads import build
 
     kind = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype]
@@ -85,7 +85,7 @@ def _rows(op: str, variant: str, shape: str, dtype: str, only: list[str] | None,
         if isinstance(function, str):
             yield {**row, "note": " ".join(function.split())}
             continue
-        fault = None if name in peers else _fault(wrong, function, small)
+        fault = None if name in peers else _fault(wrong, function, small, FORMAT.get(name))
         if fault:
             yield {**row, "note": f"no speed: {fault}"}
             continue
@@ -96,10 +96,10 @@ def _rows(op: str, variant: str, shape: str, dtype: str, only: list[str] | None,
                 yield {**row, "mode": mode, "note": "out of memory"}
 
 
-def _fault(wrong: Callable[..., str | None], function: Callable[..., Any], small: Any) -> str | None:
+def _fault(wrong: Callable[..., str | None], function: Callable[..., Any], small: Any, part: float | None) -> str | None:
     """What is wrong on a small call. An adapter may fail in what others compile for it, which is no reason to time nothing else."""
     try:
-        return wrong(function, small)
+        return wrong(function, small, part)
     except Exception as error:
         return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
 

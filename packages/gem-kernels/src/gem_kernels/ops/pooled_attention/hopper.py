@@ -36,8 +36,8 @@ def _queries(seeds: Tensor, k_offsets: Tensor) -> tuple[Tensor, Tensor | None]:
 
 
 def forward(inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """Output ``[rows, seeds, heads, v_dim]`` and, as ``launch`` keeps them, base-2 logarithms ``[rows, seeds, heads]`` float32, infinity where there is
-    no key; of a call that has something to do."""
+    """Output ``[rows, seeds, heads, v_dim]`` and, as ``launch`` keeps them, base-2 logarithms ``[rows, seeds, heads]`` float32, infinity where there
+    is no key; of a call that has something to do."""
     width = inputs.v.shape[-1]
     missing = max(block_width(width), 32) - width
     v = F.pad(inputs.v, (0, missing)) if missing else inputs.v
