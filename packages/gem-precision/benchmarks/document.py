@@ -1,4 +1,4 @@
-"""Write what ``linear.py`` measured into docs/precision.md, from results/h200-linear.json.
+"""Write what was measured of native FP8 into docs/precision.md: results/h200-casts.json, and what of results/h200-linear.json it does not have.
 
     python3 packages/gem-precision/benchmarks/document.py [--check]
 
@@ -13,9 +13,30 @@ from typing import Any
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "h200-linear.json"
+"""Of ``linear.py``, with the casts of before."""
+LATER = HERE / "results" / "h200-casts.json"
+"""Of a later run: layers, casts and products with the casts of now."""
 PAGE = HERE.parents[2] / "docs" / "precision.md"
 BEGIN, END = "<!-- native FP8: written by benchmarks/document.py -->", "<!-- end of native FP8 -->"
 LOW = ("fp8_block", "fp8_square")
+LAYERS = (
+    ("`fp8_block`", "linear, fp8_block"),
+    ("`fp8_square`", "linear, fp8_square"),
+    ("`fp8_block`, former casts", "linear, fp8_block with former casts"),
+    ("bfloat16 ms, no bias", "linear without a bias, bf16"),
+    ("`fp8_block`, no bias", "linear without a bias, fp8_block"),
+)
+CASTS = (
+    ("cast", "cast, tile r128"),
+    ("cast and column sums", "cast and column sums, s3 r168 p1"),
+    ("cast in squares", "cast in squares"),
+    ("launched as in the layers: cast", "cast"),
+    ("cast and column sums", "cast and column sums"),
+    ("former cast", "former cast"),
+    ("former cast and column sums", "former cast and column sums"),
+)
+PRODUCTS = ("forward bf16, bias", "forward", "forward, bias", "input gradient", "weight gradient", "weight gradient, x in squares")
+"""Heads of columns, and the records that stand in them."""
 Times = dict[str, dict[str, dict[str, Any]]]
 """Records by shape and by what was timed."""
 
@@ -76,15 +97,65 @@ def passes(times: Times) -> list[str]:
     return table(["rows x columns", "copy TB/s", *kinds], lines)
 
 
-def section(found: dict[str, Any]) -> str:
-    """What stands between the two marks."""
-    about, checks, times = found["about"], found["checks"], by_shape(found["timings"])
-    where = f"{about['gpu']}, torch {about['torch']}, triton {about['triton']}, {about['date']}"
+def layers(times: Times) -> list[str]:
+    """Steps of a linear layer in one run: milliseconds and, in bold, how many times as fast as bfloat16."""
+    lines = []
+    for shape, known in times.items():
+        if "linear, bf16" in known:
+            cells = [known[what] for _, what in LAYERS]
+            told = [f"{r['ms']:.2f}" + (f", **{r['over_bf16']:.2f}**" if "bf16" not in r["what"] else "") for r in cells]
+            lines.append([shape, f"{known['linear, bf16']['ms']:.2f}", *told])
+    return table(["rows x inputs x outputs", "bfloat16 ms", *(head for head, _ in LAYERS)], lines)
+
+
+def casts(times: Times) -> list[str]:
+    """Casts as shares of the speed of a copy of as many bytes."""
+    lines = [
+        [shape, f"{known['copy']['tb_a_second']:.2f}", *(f"{known[what]['of_a_copy']:.0%}" if what in known else "" for _, what in CASTS)]
+        for shape, known in times.items()
+        if "copy" in known
+    ]
+    return table(["rows x columns", "copy TB/s", *(head for head, _ in CASTS)], lines)
+
+
+def products_alone(times: Times) -> list[str]:
+    """Milliseconds of the products of a layer."""
+    lines = [[shape, *(f"{known[what]['ms']:.2f}" for what in PRODUCTS)] for shape, known in times.items() if PRODUCTS[0] in known]
+    return table(["rows x inputs x outputs", *PRODUCTS], lines)
+
+
+def where(about: dict[str, Any]) -> str:
+    return f"{about['gpu']}, torch {about['torch']}, triton {about['triton']}, {about['date']}"
+
+
+def later_section(found: dict[str, Any]) -> list[str]:
+    """The run with the casts of now."""
+    times = by_shape(found["timings"])
+    told = (
+        f"Measured on {where(found['about'])} (`benchmarks/results/{LATER.name}`). Steps of a linear layer, forward and backward, casts and that of "
+        "the weight included, with a bias but for the last two; bold: how many times as fast as bfloat16:"
+    )
+    moved = "Casts alone, beside a copy of as many bytes; the first two as they are launched now, which is not how the layers above ran:"
+    return [told, "", *layers(times), "", moved, "", *casts(times), "", "Products alone, milliseconds:", "", *products_alone(times)]
+
+
+def earlier_section(found: dict[str, Any], retold: set[str]) -> list[str]:
+    """The run of ``linear.py``, but for what is ``retold`` by a later one."""
+    checks, times = found["checks"], by_shape([record for record in found["timings"] if record["what"] not in retold])
     held = sum(check["holds"] for check in checks)
-    told = f"Measured on {where}; {held} of {len(checks)} checks hold. A step is forward and backward, casts and that of the weight included:"
+    told = (
+        f"An earlier run on {where(found['about'])} (`benchmarks/results/{RESULTS.name}`), with the former casts; {held} of {len(checks)} checks "
+        "hold. Fused layers and attention:"
+    )
     by_way = "Products alone, as many times as fast as bfloat16; the way that a layer takes is bold:"
-    moved = "Passes, beside a copy of as many bytes. A norm reads its rows twice, the second time from the cache where it can:"
-    return "\n".join([BEGIN, "", told, "", *steps(times), "", by_way, "", *products(times), "", moved, "", *passes(times), "", END])
+    moved = "Fused passes, beside a copy of as many bytes. A norm reads its rows twice, the second time from the cache where it can:"
+    return [told, "", *steps(times), "", by_way, "", *products(times), "", moved, "", *passes(times)]
+
+
+def section(found: dict[str, Any], later: dict[str, Any]) -> str:
+    """What stands between the two marks."""
+    retold = {record["what"] for record in later["timings"] if {"over_bf16", "of_a_copy"} & record.keys()} - {"copy"}
+    return "\n".join([BEGIN, "", *later_section(later), "", *earlier_section(found, retold), "", END])
 
 
 def page(text: str, written: str) -> str:
@@ -98,7 +169,7 @@ def main() -> None:
     parser.add_argument("--check", action="store_true", help="only say whether the page is up to date")
     options = parser.parse_args()
     now = PAGE.read_text(encoding="utf-8")
-    wanted = page(now, section(json.loads(RESULTS.read_text())))
+    wanted = page(now, section(json.loads(RESULTS.read_text()), json.loads(LATER.read_text())))
     if options.check and now != wanted:
         sys.exit(f"{PAGE.name} is out of date: run {Path(__file__).name}")
     if not options.check:

@@ -51,13 +51,18 @@ def test_the_page_shows_what_was_measured(bench, monkeypatch, tmp_path):
     document = load("document")
     about = {"gpu": "a GPU", "torch": "2", "triton": "3", "date": "today"}
     timings = list(bench.timings())
-    next(record for record in timings if record["what"] == "linear, fp8_block").update(ms=1.0, over_bf16=2.0)
+    next(record for record in timings if record["what"] == "RMS norm and linear, fp8_block").update(ms=1.0, over_bf16=2.0)
     found = {"about": about, "checks": [{"holds": True}, {"holds": False}], "timings": [{"shape": "1", "what": "attention failed"}, *timings]}
-    page, results = tmp_path / "page.md", tmp_path / "results.json"
+    steps = ("linear, bf16", *(what for _, what in document.LAYERS))
+    ran = {what: {"shape": "1x128x256", "what": what, "ms": 3.0, "over_bf16": 1.5} for what in steps}
+    ran |= {what: {"shape": "1x256", "what": what, "of_a_copy": 0.5, "ms": 1.0, "tb_a_second": 4.0} for what in ("copy", "cast in squares")}
+    page, results, later = (tmp_path / name for name in ("page.md", "results.json", "later.json"))
+    later.write_text(json.dumps({"about": about, "timings": list(ran.values())}))
     page.write_text(f"before\n{document.BEGIN}\nstale\n{document.END}\nbehind\n")
     results.write_text(json.dumps(found))
     monkeypatch.setattr(document, "PAGE", page)
     monkeypatch.setattr(document, "RESULTS", results)
+    monkeypatch.setattr(document, "LATER", later)
     monkeypatch.setattr(sys, "argv", ["document.py", "--check"])
     with pytest.raises(SystemExit, match="out of date"):
         document.main()
@@ -69,8 +74,10 @@ def test_the_page_shows_what_was_measured(bench, monkeypatch, tmp_path):
     assert written.endswith("\nbehind\n")
     assert "stale" not in written
     assert "1 of 2 checks hold" in written
-    assert "| 130x128x256 | linear | 2.00 | 1.00 | 2.00 |" in written
-    assert "| 130x128x256 | linear, fp8_square | 2.00 | 2.00 | 1.00 |" in written
+    assert "| 1x128x256 | 3.00 | 3.00, **1.50** | 3.00, **1.50** | 3.00, **1.50** | 3.00 | 3.00, **1.50** |" in written
+    assert "| 1x256 | 4.00 |  |  | 50% |  |  |  |  |" in written
+    assert "| 130x128x256 | RMS norm and linear | 2.00 | 1.00 | 2.00 |" in written
+    assert "| 130x128x256 | linear |" not in written  # the later run tells it
     assert "| 130x128x256 | weight gradient | 0 |  | **1.00** |  |" in written
     assert "| 130x256 | 0.00 | 100% |" in written
     monkeypatch.setattr(sys, "argv", ["document.py", "--check"])
@@ -82,7 +89,7 @@ def test_the_page_is_that_of_the_results():
     if not document.RESULTS.exists():
         pytest.skip("nothing has been measured")
     text = document.PAGE.read_text(encoding="utf-8")
-    assert document.page(text, document.section(json.loads(document.RESULTS.read_text()))) == text
+    assert document.page(text, document.section(*(json.loads(path.read_text()) for path in (document.RESULTS, document.LATER)))) == text
 
 
 def test_a_way_that_fails_is_printed_and_costs_the_others_nothing(bench, capsys):

@@ -8,7 +8,7 @@ from torch import nn
 from gem_core.spec import RequestError
 from gem_precision import backends
 from gem_precision.linear import rule_of
-from gem_precision.recipes.low_precision import fp8_block, fp8_rowwise
+from gem_precision.recipes.low_precision import fp8_block, fp8_rowwise, fp8_square, mxfp8
 
 
 def model() -> nn.Module:
@@ -22,10 +22,6 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gem_precision.native.find_spec", lambda name: object())
 
 
-def measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backends, "BACKENDS", tuple(replace(backend, measured=True) for backend in backends.BACKENDS))
-
-
 def test_on_a_cpu_nothing_is_low() -> None:
     net = model()
     decisions = {d.module: d for d in fp8_block(emulate=False, islands=()).prepare(net, "cpu")}
@@ -34,8 +30,7 @@ def test_on_a_cpu_nothing_is_low() -> None:
     assert decisions["body"].format == "fp32"
 
 
-def test_a_layer_that_fits_is_native_and_the_other_stays(hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    measured(monkeypatch)
+def test_a_layer_that_fits_is_native_and_the_other_stays(hopper: None) -> None:
     net = model()
     decisions = {d.module: d for d in fp8_block(emulate=False, islands=()).prepare(net, "cuda")}
     assert "by 'fp8_block_native'" in decisions["body"].reason
@@ -44,16 +39,27 @@ def test_a_layer_that_fits_is_native_and_the_other_stays(hopper: None, monkeypat
     assert rule_of(net["odd"]) is None
 
 
-def test_a_layer_that_would_be_slower_than_in_bfloat16_stays_and_says_so(hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    measured(monkeypatch)
+def test_a_layer_that_would_be_slower_than_in_bfloat16_stays_and_says_so(hopper: None) -> None:
     net = model()
     decisions = {d.module: d for d in fp8_block(emulate=False, islands=()).prepare(net, "cuda")}
     assert rule_of(net["narrow"]) is None
     assert "a matrix of 512 x 512 is no faster than in bfloat16" in decisions["narrow"].reason
-    assert "inputs x outputs is 262,144, 540 x inputs + 900 x outputs 737,280" in decisions["narrow"].reason
+    assert "inputs x outputs is 262,144, 600 x inputs + 560 x outputs 593,920" in decisions["narrow"].reason
     named = model()
     fp8_block(emulate=False, linear="fp8_block_native", high=("odd",), islands=()).prepare(named, "cuda")
     assert rule_of(named["narrow"]) is not None  # who names it gets it
+
+
+def test_what_an_h200_has_measured_is_taken_unasked_and_what_no_gpu_has_is_not(hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GEM_UNMEASURED", raising=False)
+    reasons = {}
+    for recipe in (fp8_block, fp8_square, mxfp8):
+        net = model()
+        reasons[recipe] = {d.module: d for d in recipe(emulate=False, islands=()).prepare(net, "cuda")}["body"].reason
+        assert (rule_of(net["body"]) is not None) is (recipe is not mxfp8)
+    assert "by 'fp8_block_native'" in reasons[fp8_block]
+    assert "by 'fp8_square_native'" in reasons[fp8_square]
+    assert "nobody has measured it yet" in reasons[mxfp8]
 
 
 @pytest.mark.parametrize("taken", [False, True])

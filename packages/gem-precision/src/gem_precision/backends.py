@@ -103,16 +103,16 @@ BACKENDS: tuple[LinearBackend, ...] = (
         LinearBackend(name=emulated(recipe), recipe=recipe, load="gem_precision.linear:emulated_linear", emulated=True, measured=True)
         for recipe in PRESETS
     ),
-    LinearBackend(
-        name="fp8_block_native",
-        recipe="fp8_block",
-        load="gem_precision.native:native_linear",
-        check="gem_precision.native:why_not",
-        gain="gem_precision.native:no_gain",
-        measured=True,
-    ),
-    LinearBackend(
-        name="fp8_square_native", recipe="fp8_square", load="gem_precision.native:native_square_linear", check="gem_precision.native:why_not"
+    *(
+        LinearBackend(
+            name=f"{recipe}_native",
+            recipe=recipe,
+            load=f"gem_precision.native:{function}",
+            check="gem_precision.native:why_not",
+            gain="gem_precision.native:no_gain",
+            measured=True,
+        )
+        for recipe, function in (("fp8_block", "native_linear"), ("fp8_square", "native_square_linear"))
     ),
     LinearBackend(name="mxfp8_native", recipe="mxfp8", load="gem_precision.native:native_mx_linear", check="gem_precision.native:mx_why_not"),
 )

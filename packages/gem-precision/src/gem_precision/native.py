@@ -2,9 +2,9 @@
 
 Numbers are those of the emulation up to the order of sums and the rounding of outputs and input gradients to bfloat16; the weight gradient is
 float32. ``fp8_block`` is the recipe of arXiv 2412.19437: E4M3 everywhere, scales for 1 x 128 of activations and gradients and for 128 x 128 of
-weights, here powers of two; it is right on an H200, and faster than bfloat16 where ``no_gain`` has no reason. ``fp8_square``
-has 128 x 128 blocks of activations too, so that the weight gradient takes the library's faster product. That and ``mxfp8`` have not been measured on
-hardware yet, so nothing chooses them automatically.
+weights, here powers of two. ``fp8_square`` has 128 x 128 blocks of activations too, so that the weight gradient takes the library's faster
+product. Both are right on an H200, and faster than bfloat16 where ``no_gain`` has no reason. ``mxfp8`` has not been measured on hardware yet, so
+nothing chooses it automatically.
 """
 
 from collections.abc import Callable
@@ -29,9 +29,10 @@ if TYPE_CHECKING:
 NAMES = {recipe: f"{recipe}_native" for recipe in ("fp8_block", "fp8_square", "mxfp8")}
 """The backend of each recipe that has one."""
 
-INPUT_COST, OUTPUT_COST = 540, 900
+INPUT_COST, OUTPUT_COST = 600, 560
 """Multiply-adds of a row that FP8 has to save before a layer has paid for what an input and an output cost it: the casts of both, and of an output
-also its bias and the bias's gradient. Fitted to steps of nine shapes on an H200 (``benchmarks/linear.py``), and right about each."""
+also its bias and the bias's gradient. Fitted to steps of nine shapes on an H200 (``benchmarks/results/h200-casts.json``), and right about each, in
+both recipes."""
 
 
 class Kernels(NamedTuple):
@@ -64,7 +65,7 @@ def why_not(device: Device, shape: LinearShape) -> list[str]:
 
 
 def no_gain(_: Device, shape: LinearShape) -> list[str]:
-    """Why ``fp8_block_native`` would be no faster than bfloat16; none if it would."""
+    """Why ``fp8_block_native`` or ``fp8_square_native`` would be no faster than bfloat16; none if it would."""
     saved, spent = shape.inputs * shape.outputs, INPUT_COST * shape.inputs + OUTPUT_COST * shape.outputs
     if saved > spent:
         return []
