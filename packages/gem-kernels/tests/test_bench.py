@@ -282,6 +282,34 @@ def test_a_changed_figure_changes_the_page(written):
     assert "123.4" in changed
 
 
+def test_targets_are_held_against_what_was_measured(written):
+    about = {"op": "norm_linear", "activation": "rms after", "shape": "rows-1M-w256", "mode": "bwd"}
+    rows = [{**about, "backend": name, "ms": ms, "tflops": "400"} for name, ms in (("matmul", "9"), ("matmul", "10"), ("triton", "12"))]
+    target = {**about, "backend": "triton", "tried": "much"}
+    for unit, value, found, met in (
+        ("TFLOP/s", "400", 400, True),
+        ("TFLOP/s", "400.1", 400, False),
+        ("ms", "12", 12, True),
+        ("ms", "11.9", 12, False),
+        ("% over the product", "20.1", 20, True),
+        ("% over the product", "19.9", 20, False),
+    ):
+        wanted = {**target, "unit": unit, "target": value}
+        assert written.reached(wanted, rows) == (pytest.approx(found), met)
+        assert ("much" in written.aims([wanted], rows, [])[-1]) != met
+    host = {"op": "gdpa", "backend": "triton", "variant": "", "launch": "direct", "path": "op", "mode": "fwd", "us": "40.0"}
+    others = [{**host, **other} for other in ({"launch": "triton"}, {"path": "bound"}, {"mode": "bwd"})]
+    assert written.aims([], [], others) == written.aims([], [], [])
+    assert ["| yes |" in written.aims([], [], [{**host, "us": us}])[-1] for us in ("40.0", "40.1")] == [True, False]
+
+
+def test_every_missed_target_says_what_was_tried(written):
+    rows, targets = written.read(written.RESULTS), written.read(written.TARGETS)
+    missed = [target for target in targets if not written.reached(target, rows)[1]]
+    assert missed
+    assert all(target["tried"] for target in missed)
+
+
 def test_what_moves_is_counted_once():
     """Movers read every value and write it, and no padding; a backward pass reads no input that it does not need."""
     values, padding = 23 * 4, (3 * 20 - 23) * 4  # rows of 3, 0 and 20 tokens, float32, of one column
