@@ -1,6 +1,7 @@
 """The native kernels compile for Hopper without a GPU, and come out as meant: FP8 tensor cores, bulk copies, wide accesses, registers that fit."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -145,3 +146,12 @@ def test_attention_uses_fp8_tensor_cores_for_both_products():
     assert kernel["ptx"].count("wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3") == 2 * 4  # 128 elements are four steps of 32
     assert "cp.async.bulk.tensor" in kernel["ptx"]
     assert kernel["spilled"] == 0
+
+
+@pytest.mark.slow
+def test_the_norm_of_one_row_is_not_compiled_for_one_row():
+    """ptxas packs pairs of E4M3 wrongly where the compiler knows that they are the same."""
+    code = "from gem_precision.kernels.norm import one_row_kernel as k; print([p.name for p in k.params if p.do_not_specialize])"
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
+    assert done.stdout.strip() == "['rows']"

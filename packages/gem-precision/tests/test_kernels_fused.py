@@ -24,18 +24,25 @@ ROW, SQUARE = find_format("fp8_e4m3_1x128"), find_format("fp8_e4m3_128x128")
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # numpy's, which the interpreter computes with
 
 
-def holds(both, wanted):
+def padded(x, rows):
+    """With zeros up to so many rows."""
+    return F.pad(x.float(), (0, 0, 0, rows - x.shape[0]))
+
+
+def holds(both, wanted, slack=None):
     """The operands stand for ``wanted [rows, columns]`` as well as the format can, along both axes, and zeros follow.
 
     In the interpreter an element may be far off (a lost carry), but few are.
+
+    Args:
+        slack: shaped as ``wanted``, by how much more an element may be off: what was rounded is itself an approximation.
     """
-    rows = wanted.shape[0]
-    full = torch.zeros(both.along.elements.shape, device=DEVICE)
-    full[:rows] = wanted.float()
-    for operand, exact in ((both.along, full), (both.turned, full.T.contiguous())):
+    rows, high = wanted.shape[0], both.along.elements.shape[0]
+    full, loose = padded(wanted, high), padded(torch.zeros_like(wanted) if slack is None else slack, high)
+    for operand, exact, more in ((both.along, full, loose), (both.turned, full.T.contiguous(), loose.T)):
         rounded, got = fake_quantize(exact, ROW), operand.dequantize()
         blocks = exact.abs().reshape(exact.shape[0], -1, 128).amax(-1).repeat_interleave(128, 1)
-        wrong = (got - rounded).abs() > 2**-4 * rounded.abs() + 2**-9 * blocks
+        wrong = (got - rounded).abs() > 2**-4 * rounded.abs() + 2**-9 * blocks + more
         assert wrong.float().mean() <= (0.001 if DEVICE == "cuda" else 0.12)
         smallest = blocks.reshape(exact.shape[0], -1, 128)[..., 0] / 448
         fits = (operand.scales >= smallest * (1 - 2e-3)) & (operand.scales <= 2 * smallest * (1 + 2e-3))
@@ -129,14 +136,20 @@ def test_norms_of_nothing_and_of_what_does_not_fit():
         norm_grad(wide, wide, wide[0], means, inverses, norm="rms")
 
 
+HARDWARE_VALUE, HARDWARE_SLOPE = (2**-10, 2**-8) if DEVICE == "cuda" else (0.0, 0.0)
+"""Of the hardware's tanh, times x up to 8."""
+VALUE_ERROR, SLOPE_ERROR = 2.9e-4 + HARDWARE_VALUE, 1e-3 + HARDWARE_SLOPE
+"""Of GELU, which is fitted; the others are closer. A block of 128 rows may hold nothing larger, since GELU is nearly 0 for most negative numbers."""
+
+
 @pytest.mark.parametrize("name", ["gelu", "gelu_tanh", "silu", "relu"])
 def test_case_G11_an_activation_and_its_gradient_write_their_operands(name):
     x, dy = data(130, 256, 1), data(130, 256, 2)
     leaf = x.double().requires_grad_()
     wanted = ACTIVATIONS[name](leaf)
     wanted.backward(dy.double())
-    holds(activation_both(x, name), wanted.detach())
-    holds(activation_both(x, name, dy), leaf.grad)
+    holds(activation_both(x, name), wanted.detach(), torch.full_like(x, VALUE_ERROR))
+    holds(activation_both(x, name, dy), leaf.grad, SLOPE_ERROR * dy.abs())
 
 
 @triton.jit
@@ -148,12 +161,10 @@ def activate_kernel(x, out, NAME: tl.constexpr, SLOPE: tl.constexpr):
 @pytest.mark.parametrize(("name", "value", "slope"), [("gelu", 2.9e-4, 1e-3), ("gelu_tanh", 1e-6, 1e-5), ("silu", 1e-6, 1e-5), ("relu", 1e-6, 0)])
 def test_activations_are_as_close_as_they_say(name, value, slope):
     """Before they are rounded, which hides it."""
-    if DEVICE == "cuda":
-        value, slope = value + 2**-10, slope + 2**-8  # the hardware's tanh, times x up to 8
     leaf = torch.linspace(-8, 8, 1024, dtype=torch.float64, requires_grad=True)
     wanted = ACTIVATIONS[name](leaf)
     wanted.sum().backward()
-    for exact, derivative, error in ((wanted, False, value), (leaf.grad, True, slope)):
+    for exact, derivative, error in ((wanted, False, value + HARDWARE_VALUE), (leaf.grad, True, slope + HARDWARE_SLOPE)):
         out = torch.empty(1024, device=DEVICE)
         activate_kernel[(1,)](leaf.detach().float().to(DEVICE), out, name, derivative)
         assert (out.cpu().double() - exact.detach()).abs().max() <= error
@@ -226,4 +237,4 @@ def test_case_G11_two_linear_layers_with_an_activation_between_them(own):
     layers.double()(exact).backward(grad.double())
     assert near(out, layers(exact), ERROR)
     for got, wanted in ((x.grad, exact.grad), (first.grad, layers[0].weight.grad), (second.grad, layers[2].weight.grad)):
-        assert near(got, wanted, ERROR)
+        assert near(got, wanted, 1.5 * ERROR)  # more roundings: with exact sums they come to 0.074
