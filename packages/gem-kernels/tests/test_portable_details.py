@@ -284,6 +284,23 @@ def test_few_seeds_on_hopper_get_the_portable_gradients_of_its_own_statistics(pe
     assert widths == [{16: 32, 32: 32, 40: 64}[v_dim]], "a power of two, as the kernels for Hopper want it"
 
 
+@pytest.mark.parametrize(("seeds", "kv_heads", "way"), [(64, 2, "one"), (65, 2, "two"), (5, 1, "two")])
+def test_pooling_on_hopper_is_compiled_whole_and_goes_the_way_of_the_gradients(seeds, kv_heads, way, monkeypatch):
+    """On a GPU, where a tile of 16-bit values holds 64 seeds; the portable kernels stand in the place of those for Hopper."""
+    ways = []
+    monkeypatch.setattr(pooled_hopper, "Call", lambda **given: ways.append("one") or Call(**given | {"backend": "triton"}))
+    monkeypatch.setattr(pooled_hopper.jagged, "gluon", lambda *given, **options: ways.append("two") or pooled_hopper.jagged.triton(*given, **options))
+    with monkeypatch.context() as on_a_gpu:
+        on_a_gpu.setattr(host, "interpreted", lambda: False)
+        call = pooled_launch.Inputs(*(torch.empty(seeds, heads, 16, dtype=torch.float16) for heads in (2, kv_heads, kv_heads)), None, 3, 1.0)
+        assert pooled_launch.fused(call) == (way == "one")
+    work = draw("pooled_attention", (3, 0, 5))
+    k, v = (work.arguments[name].detach()[:, :kv_heads].requires_grad_() for name in "kv")
+    compiled = torch.compile(pooled_hopper.gluon, backend="aot_eager", fullgraph=True)
+    compare(changed(work, seeds=torch.randn(seeds, 2, 16, requires_grad=True), k=k, v=v), compiled)
+    assert set(ways) == {way}
+
+
 def test_both_ways_to_the_gradients_agree():
     work = draw("pooled_attention", (70, 0, 33, 64))
     one = results(kernel_of("pooled_attention"), work)

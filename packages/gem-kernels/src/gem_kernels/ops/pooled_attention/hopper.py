@@ -7,7 +7,7 @@ from torch import Tensor
 from gem_kernels.ops.host import block_width
 from gem_kernels.ops.jagged_attention import launch as jagged
 from gem_kernels.ops.jagged_attention.call import Call
-from gem_kernels.ops.pooled_attention.launch import Inputs, attend, fused
+from gem_kernels.ops.pooled_attention.launch import MOST_SEEDS, Inputs, attend
 
 
 def gluon(seeds: Tensor, k: Tensor, v: Tensor, k_offsets: Tensor, *, max_k: int, scale: float | None = None) -> Tensor:
@@ -18,7 +18,8 @@ def gluon(seeds: Tensor, k: Tensor, v: Tensor, k_offsets: Tensor, *, max_k: int,
     Raises:
         KernelUnavailable: dtype, head size or device that this backend does not take.
     """
-    if fused(Inputs(seeds, k, v, k_offsets, max_k, 1.0)):
+    # What ``launch.fused`` says of 16-bit values, from shapes alone, since a compiler follows this function.
+    if seeds.shape[-3] <= MOST_SEEDS and seeds.shape[-2] == k.shape[1]:
         return attend(seeds, k, v, k_offsets, max_k=max_k, scale=scale, hopper=True)
     rows, count = k_offsets.shape[0] - 1, seeds.shape[-3]
     q, q_offsets = _queries(seeds, k_offsets)

@@ -21,6 +21,8 @@ FUSED_RUNS = 1024
 """As ``RUNS``, for the kernel that makes all gradients and so has no other programs to fill the device with."""
 PROGRAMS = 512
 """Programs that fill a large GPU: a smaller batch is split along its keys until there are as many."""
+MOST_SEEDS = 64
+"""Seeds of a tile of 16-bit values at most."""
 SPLIT_KEYS = 1024
 """Fewest keys of the longest row that a split gets."""
 
@@ -82,7 +84,7 @@ class Inputs(NamedTuple):
     def blocks(self) -> tuple[int, int, int, int]:
         """Seeds and keys of a tile, warps, and stages of the load pipeline."""
         width = max(host.block_width(self.q.shape[-1]), host.block_width(self.v.shape[-1]))
-        seeds = min(host.block_width(self.q.shape[-3]), 64)
+        seeds = min(host.block_width(self.q.shape[-3]), MOST_SEEDS)
         if host.interpreted():
             return min(seeds, 32), 64, 1, 1
         if self.q.element_size() > 2:
