@@ -106,3 +106,31 @@ def test_elements_are_loaded_sixteen_bytes_at_once():
     done = subprocess.run([sys.executable, "-c", WIDE], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.split() == ["3", "0", "3", "0"]
+
+
+EARLY = """
+import os
+os.environ.pop("TRITON_INTERPRET", None)
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from gem_kernels.ops.norm_linear import rows
+
+GIVEN = dict(x="*bf16", gamma="*bf16", beta="*bf16", gate="*bf16", out="*bf16", dy="*bf16", dz="*bf16", dgate="*bf16", dgamma="*fp32", dbeta="*fp32",
+             rows="i32", tiles="i32", eps="fp32", x_stride="i32", residual_stride="i32", gate_stride="i32")
+SIZES = dict(LAYER=True, WIDTH=256, ROWS=8, BLOCK=256)
+for kernel in (rows.forward_kernel, rows.backward_kernel):
+    signature = {n: GIVEN.get(n, "constexpr") for n in kernel.arg_names}
+    constants = {(i,): SIZES.get(n) for i, n in enumerate(kernel.arg_names) if n not in GIVEN}
+    sixteen = {(p.num,): [["tt.divisibility", 16]] for p in kernel.params if GIVEN.get(p.name, "")[:1] == "*" or p.name.endswith("_stride")}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=sixteen)
+    ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=dict(num_warps=4)).asm["ptx"]
+    print("late" if ptx.rindex("ld.global") > ptx.index("shfl.sync") else "early")
+"""
+
+
+@pytest.mark.slow
+def test_all_loads_of_a_normed_row_start_before_its_first_sum():
+    done = subprocess.run([sys.executable, "-c", EARLY], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.split() == ["early", "early"]

@@ -219,6 +219,18 @@ def test_tiles_of_the_fused_norms_hold_their_rows(roomy):
         assert norm_launch.before_tile(width, roomy).block <= 256
 
 
+@pytest.mark.parametrize(
+    ("gate", "gamma", "width", "most"), [(True, True, 256, 128), (True, False, 256, None), (False, True, 256, None), (True, True, 4096, None)]
+)
+def test_registers_of_a_gated_gradient_that_is_summed_are_bounded(gate, gamma, width, most, monkeypatch):
+    """Two even turns of all programs; of four warps, since eight hold more values each."""
+    seen = {}
+    monkeypatch.setattr(host, "launch", lambda kernel, like, tiles, **arguments: seen.update(arguments))
+    x, vector = torch.zeros(2, width), torch.zeros(width) if gamma else None
+    rows_launch.norm_rows_grad(x, x, None, vector, vector, layer=True, eps=1e-5, gate=x if gate else None)
+    assert seen["maxnreg"] == most
+
+
 # ---- pooled_attention, pffn -----------------------------------------------------------------------------------------------------------
 
 
