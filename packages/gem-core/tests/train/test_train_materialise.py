@@ -94,7 +94,14 @@ def test_a_strategy_that_renames_is_refused() -> None:
     model = on_meta()
     model.third = model.second
     del model.second
-    with pytest.raises(PluginError, match="different parameters"):
+    with pytest.raises(PluginError, match=r"different parameters or buffers: \['second\.bias', 'second\.weight', 'third\.bias'\]"):
+        fill_weights(model, Model, CPU, SEED)
+
+
+def test_a_strategy_that_adds_a_buffer_is_refused() -> None:
+    model = on_meta()
+    model.register_buffer("added", torch.ones(2, device="meta"))
+    with pytest.raises(PluginError, match=r"buffers: \['added'\]"):
         fill_weights(model, Model, CPU, SEED)
 
 

@@ -28,12 +28,11 @@ def fill_weights(model: nn.Module, build: Callable[[], nn.Module], device: torch
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         whole = build()
-    names, theirs = set(dict(model.named_parameters())), set(dict(whole.named_parameters()))
-    if names != theirs:
-        so = f"built twice it has different parameters: {sorted(names ^ theirs)[:3]}"
-        raise PluginError("the model's weights", so, "A strategy that acts on the meta device must keep the parameters' names.")
-    weights = whole.state_dict()
-    model.load_state_dict({name: _laid_out(weights[name], like=tensor, device=device) for name, tensor in model.state_dict().items()})
+    weights, spread = whole.state_dict(), model.state_dict()
+    if weights.keys() != spread.keys():
+        so = f"built twice it has different parameters or buffers: {sorted(weights.keys() ^ spread.keys())[:3]}"
+        raise PluginError("the model's weights", so, "A strategy that acts on the meta device must keep their names.")
+    model.load_state_dict({name: _laid_out(weights[name], like=tensor, device=device) for name, tensor in spread.items()})
     buffers = dict(whole.named_buffers())
     for name, buffer in model.named_buffers():
         buffer.copy_(buffers[name])  # also those that a state dict leaves out
