@@ -1,10 +1,14 @@
 """Rates and peaks."""
 
+from collections.abc import Callable, Iterator
+
 import pytest
 import torch
 from gem_train_fakes import FakeSource, Probe, ProbeOptions
 
+from gem_core.config.load import LoadedConfig
 from gem_core.train import efficiency
+from gem_core.train.compose import compose
 from gem_core.train.efficiency import TRAIN_OVER_FORWARD, Meter, Peak, Span, peak_of, table_peak
 from gem_core.train.progress import Progress
 from gem_core.train.world import World
@@ -90,3 +94,20 @@ def test_the_ledger_adds_up_at_every_point() -> None:
     progress.trained_rows = 7
     progress.close_epoch(2)
     assert progress.ledger(10) == {"offered": 10, "trained": 7, "dropped_uneven": 2, "not_read": 1}
+
+
+@pytest.fixture
+def matmul_switch() -> Iterator[None]:
+    kept = torch.backends.cuda.matmul.allow_tf32
+    yield
+    torch.backends.cuda.matmul.allow_tf32 = kept
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_a_run_leaves_tf32_as_it_was(configure: Callable[..., LoadedConfig], matmul_switch: None, before: bool) -> None:
+    """Whatever its precision recipe has made of it: the next run of the process may ask for full float32."""
+    torch.backends.cuda.matmul.allow_tf32 = before
+    run = compose(configure())
+    torch.backends.cuda.matmul.allow_tf32 = not before
+    run.close()
+    assert torch.backends.cuda.matmul.allow_tf32 is before

@@ -49,7 +49,7 @@ from gem_core.train.checkpoint import restore, values
 from gem_core.train.checkpoint.saved import Saved, find_checkpoint
 from gem_core.train.checkpoint.saver import Saver
 from gem_core.train.compiled import Compiled, compiled_blocks
-from gem_core.train.efficiency import Peak, peak_of
+from gem_core.train.efficiency import Peak, peak_of, tf32_as_before
 from gem_core.train.ids.layout import with_rows
 from gem_core.train.ids.managed import ManagedIds
 from gem_core.train.ids.saving import restore_ids, rules_for
@@ -194,6 +194,7 @@ def _model_on_meta(run: Run) -> None:
 
 
 def _precision(run: Run) -> None:
+    run.enter(tf32_as_before())
     run.precision, run.decisions = _prepare(run, run.model)
 
 

@@ -5,6 +5,8 @@ is model FLOPs over wall time, data wait and optimiser included, over the summed
 """
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -49,6 +51,16 @@ def peak_of(device: torch.device, dtype: str) -> Peak:
     if device.type == "cpu" and dtype in ("bf16", "fp16"):
         return max(_measured(device, dtype), _measured(device, "fp32"), key=lambda peak: peak.flops_per_second)
     return _measured(device, dtype)
+
+
+@contextmanager
+def tf32_as_before() -> Iterator[None]:
+    """At the end, float32 matmuls on GPUs are what they were before: a recipe may turn TF32 on, and torch's switch holds for the process."""
+    before = torch.backends.cuda.matmul.allow_tf32
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
 
 
 def table_peak(name: str, dtype: str, *, tf32: bool) -> Peak | None:

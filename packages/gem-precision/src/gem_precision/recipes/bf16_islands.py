@@ -22,7 +22,7 @@ class Bf16Islands:
         small: linear layers with fewer inputs or outputs than this stay in float32, 0 for none.
         cpu: what a run on a CPU computes in.
         tf32: on a GPU multiply matrices of islands in TF32, with ten bits of each factor and float32 sums. Torch has one switch for it, which
-            holds for all float32 matmuls of the process.
+            holds for all float32 matmuls of the process until the run is closed.
     """
 
     def __init__(self, *, islands: Sequence[str] | None = None, small: int = 16, cpu: Literal["fp32", "bf16"] = "fp32", tf32: bool = False) -> None:
