@@ -231,6 +231,22 @@ def test_registers_of_a_gated_gradient_that_is_summed_are_bounded(gate, gamma, w
     assert seen["maxnreg"] == most
 
 
+def test_gradients_that_are_columns_of_a_wider_one_are_read_where_they_lie():
+    """Rows of two outer dimensions too; what has no rows to step over is copied."""
+    wide = torch.randn(2, 5, 3 * 24)
+    x, gate = torch.randn(10, 24), torch.randn(10, 24)
+    dy, dtotal = wide[..., 24:48], wide[..., 48:]
+    given = {"layer": True, "eps": 1e-5, "gate": gate, "normed": True}
+    with patch.object(host, "launch", wraps=host.launch) as launched:
+        found = rows_launch.norm_rows_grad(dy, x, None, None, None, dtotal=dtotal, **given)
+        rows_launch.norm_rows_grad(dy.mT, x.view(-1, 5), None, None, None, **given | {"gate": gate.view(-1, 5)})
+    (_, first), (_, turned) = ((call.args, call.kwargs) for call in launched.call_args_list)
+    assert [(first[name].data_ptr(), first[f"{name}_stride"]) for name in ("dy", "dtotal")] == [(t.data_ptr(), 72) for t in (dy, dtotal)]
+    assert turned["dy_stride"] == 5
+    copies = rows_launch.norm_rows_grad(dy.contiguous(), x, None, None, None, dtotal=dtotal.contiguous(), **given)
+    assert all(torch.equal(a, b) for a, b in zip(found, copies, strict=True) if a is not None)
+
+
 # ---- pooled_attention, pffn -----------------------------------------------------------------------------------------------------------
 
 

@@ -108,7 +108,7 @@ def forward_kernel(
 @triton.jit(do_not_specialize=_VARYING)
 def backward_kernel(
     x, residual, gamma, beta, gate, factors, dy, dtotal, dz, normed, dgamma, dbeta, dgate, dsum, rows, tiles, eps, x_stride, residual_stride,
-    gate_stride,
+    gate_stride, dy_stride, dtotal_stride,
     LAYER: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """``dz [rows, WIDTH]``, with the gradient of what was normed added unless None, ``dgate`` like it if there is a gate, and ``dgamma``, ``dbeta``
@@ -127,7 +127,7 @@ def backward_kernel(
         z = load_tile(x, first, rows, x_stride, WIDTH, ROWS, BLOCK)
         if residual is not None:
             z += load_tile(residual, first, rows, residual_stride, WIDTH, ROWS, BLOCK)
-        g = load_tile(dy, first, rows, WIDTH, WIDTH, ROWS, BLOCK)  # early, as in ``forward_kernel``
+        g = load_tile(dy, first, rows, dy_stride, WIDTH, ROWS, BLOCK)  # early, as in ``forward_kernel``
         if gate is not None:
             gates = load_tile(gate, first, rows, gate_stride, WIDTH, ROWS, BLOCK)
         if factors is None:
@@ -147,7 +147,7 @@ def backward_kernel(
             shift_sum += g
         grad = norm_grad(n, r, g * scale, LAYER, WIDTH)
         if dtotal is not None:
-            grad += load_tile(dtotal, first, rows, WIDTH, WIDTH, ROWS, BLOCK)
+            grad += load_tile(dtotal, first, rows, dtotal_stride, WIDTH, ROWS, BLOCK)
         store_tile(dz, grad, first, rows, WIDTH, WIDTH, ROWS, BLOCK)
         if dsum is not None:
             grad_sum += grad

@@ -66,8 +66,8 @@ def norm_rows(
         tile, block, warps = row_tile(width)
         host.launch(
             _rows().forward_kernel, x, -(-rows // tile), x=x, residual=residual, gamma=gamma, beta=beta, gate=gate, out=out,
-            total=total if keep else None, factors=factors, rows=rows, eps=eps, **_strides(x, residual, gate), LAYER=layer, WIDTH=width, ROWS=tile,
-            BLOCK=block, num_warps=warps,
+            total=total if keep else None, factors=factors, rows=rows, eps=eps, **_strides(x=x, residual=residual, gate=gate), LAYER=layer,
+            WIDTH=width, ROWS=tile, BLOCK=block, num_warps=warps,
         )  # fmt: skip
     return out, total
 
@@ -79,7 +79,7 @@ def norm_rows_grad(
     """Gradients of ``norm_rows`` in one pass over memory.
 
     Args:
-        dy: ``[rows, width]``, the gradient of the result.
+        dy: ``[..., width]``, the gradient of the result, read where it lies: models hand on columns of a wider gradient.
         x, residual, gamma, beta, layer, eps, gate: as ``norm_rows`` got them.
         dtotal: gradient of what was normed, from elsewhere.
         factors: ``[rows]`` float32, what each row was multiplied by; ``x`` then are the normed rows.
@@ -87,6 +87,7 @@ def norm_rows_grad(
         total: also give the sum over rows of the gradient of x.
     """
     rows, width = x.shape
+    dy, dtotal = (None if t is None else host.readable(t.reshape(rows, width))[0] for t in (dy, dtotal))
     dz = x.new_empty(x.shape)
     dgate, rows_out = (x.new_empty(x.shape) if wanted else None for wanted in (gate is not None, normed))
     columns = (gamma is not None, beta is not None, total)
@@ -97,16 +98,16 @@ def norm_rows_grad(
         most = GATED_REGISTERS if gate is not None and any(columns) and warps == 4 else None
         host.launch(
             _rows().backward_kernel, x, -(-rows // tile), programs=programs, x=x, residual=residual, gamma=gamma, beta=beta, gate=gate,
-            factors=factors, dy=dy.contiguous(), dtotal=None if dtotal is None else dtotal.contiguous(), dz=dz, normed=rows_out, dgamma=dgamma,
-            dbeta=dbeta, dgate=dgate, dsum=dsum, rows=rows, eps=eps, **_strides(x, residual, gate), LAYER=layer, WIDTH=width, ROWS=tile, BLOCK=block,
-            num_warps=warps, maxnreg=most,
+            factors=factors, dy=dy, dtotal=dtotal, dz=dz, normed=rows_out, dgamma=dgamma, dbeta=dbeta, dgate=dgate, dsum=dsum, rows=rows, eps=eps,
+            **_strides(x=x, residual=residual, gate=gate, dy=dy, dtotal=dtotal), LAYER=layer, WIDTH=width, ROWS=tile, BLOCK=block, num_warps=warps,
+            maxnreg=most,
         )  # fmt: skip
     return RowGrads(dz, _added(dgamma, x.dtype), _added(dbeta, x.dtype), dgate, rows_out, _added(dsum, x.dtype))
 
 
-def _strides(x: Tensor, residual: Maybe, gate: Maybe) -> dict[str, int]:
+def _strides(**tensors: Maybe) -> dict[str, int]:
     """Steps from row to row, 0 where there are none."""
-    return {f"{name}_stride": 0 if t is None else t.stride(0) for name, t in (("x", x), ("residual", residual), ("gate", gate))}
+    return {f"{name}_stride": 0 if t is None else t.stride(0) for name, t in tensors.items()}
 
 
 def _added(parts: Tensor | None, dtype: torch.dtype) -> Tensor | None:
