@@ -87,7 +87,9 @@ def norm_rows_grad(
         total: also give the sum over rows of the gradient of x.
     """
     rows, width = x.shape
-    dy, dtotal = (None if t is None else host.readable(t.reshape(rows, width))[0] for t in (dy, dtotal))
+    (dy,) = host.readable(dy.reshape(rows, width))
+    if dtotal is not None:
+        (dtotal,) = host.readable(dtotal.reshape(rows, width))
     dz = x.new_empty(x.shape)
     dgate, rows_out = (x.new_empty(x.shape) if wanted else None for wanted in (gate is not None, normed))
     columns = (gamma is not None, beta is not None, total)
