@@ -87,6 +87,22 @@ def test_seeds_or_queries_alone(kit: ModuleType) -> None:
     run(kit, options_with(sequence={"seeds": 0, "queries": 0}), kit.SCHEMAS["one_group"])
 
 
+def test_tokens_of_features_in_float32_are_rounded_once(kit: ModuleType) -> None:
+    """Recipes keep features in float32; rounded by whoever reads them, tokens and their gradients would travel wide and be cast at every use."""
+    model, tables = kit.make_model(GemModel, kit.FULL, options_with())
+    batch = kit.make_batch(kit.FULL, LENGTHS)
+    features, seen = model.features.forward, []
+    model.features.forward = lambda *inputs: features(*inputs).float()
+    for layer in model.layers:
+        layer.weight_gen.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0].dtype))
+        layer.ensemble.register_forward_pre_hook(lambda module, inputs: seen.extend(x.dtype for x in inputs))
+        layer.register_forward_pre_hook(lambda module, inputs: seen.extend(x.dtype for x in inputs[1]))
+    with torch.autocast("cpu", torch.bfloat16):
+        model(batch, tables(batch.ids))
+    assert set(seen) == {torch.bfloat16}
+    assert len(seen) == len(model.layers) * (3 + len(model.targets))
+
+
 class TestPlan:
     def steps(self, layers: int, comp_skip: Any, options: dict[str, Any]) -> str:
         """One word a layer: p for the personal network, a for attention, h for pooling."""

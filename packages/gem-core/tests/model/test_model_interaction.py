@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from gem_core.batch import Jagged, KeyedJagged, lengths_to_offsets
 from gem_core.model.experts import CrossExpert, DeepExpert, Ensemble, LinearExpert, WukongExpert
 from gem_core.model.heads import Heads
-from gem_core.model.layers import AddNorm, Mlp, NormLinear, TokenMix, pick
+from gem_core.model.layers import AddNorm, Mlp, NormLinear, TokenMix, lay_out, pick
 from gem_core.model.options import CrossOptions, DeepOptions, HeadOptions, LinearOptions, SequenceOptions, WukongOptions
 from gem_core.model.pooling import Asked, SeedPooling, SumKronLinear
 from gem_core.model.sequence import Events, PersonalFfn, SelfAttention
@@ -41,18 +41,28 @@ class TestPooling:
         x = torch.randn(7, 4, 5)
         want = sum(layer.tokens[i] @ x @ layer.channels[i] for i in range(2))
         torch.testing.assert_close(layer(x), want)
+        inputs, upstream = tuple(layer.parameters()), torch.randn_like(want)
+        for mine, plain in zip(torch.autograd.grad(layer(x), inputs, upstream), torch.autograd.grad(want, inputs, upstream)):
+            torch.testing.assert_close(mine, plain)
+        assert layer(x[:0]).shape == (0, 3, 6)
         assert sum(p.numel() for p in layer.parameters()) == 2 * (4 * 3 + 5 * 6)
         assert layer.flops(7) == 7 * 2 * 2 * (3 * 4 * 5 + 3 * 5 * 6)
 
     @pytest.mark.parametrize(("seeds", "rows"), [(3, 4), (1, 1), (2, 0)])
-    def test_seeds_stand_before_each_rows_queries(self, seeds: int, rows: int) -> None:
-        shared, mine = (
-            torch.randn(seeds, 2, 3, dtype=torch.float64, requires_grad=True),
-            torch.randn(rows, 2, 2, 3, dtype=torch.float64, requires_grad=True),
-        )
+    @pytest.mark.parametrize(("dim", "dtype"), [(3, torch.float64), (4, torch.bfloat16), (3, torch.bfloat16), (2, torch.float32)])
+    def test_seeds_stand_before_each_rows_queries(self, seeds: int, rows: int, dim: int, dtype: torch.dtype) -> None:
+        """Seeds whose vectors are whole numbers of eight bytes, and others; from the middle of a tensor, and with heads and channels exchanged."""
+        held = torch.randn(seeds + 1, dim, 2, dtype=dtype)
+        shared, mine = held[1:].transpose(1, 2).requires_grad_(True), torch.randn(rows, 2, 2, dim, dtype=dtype, requires_grad=True)
         asked: Any = Asked.apply
         assert torch.equal(asked(shared, mine), torch.cat([shared.expand(rows, -1, -1, -1), mine], dim=1))
-        assert torch.autograd.gradcheck(asked, (shared, mine))
+        if dtype is torch.float64:
+            assert torch.autograd.gradcheck(asked, (shared, mine))
+
+    def test_seeds_that_begin_within_eight_bytes(self) -> None:
+        shared, mine = torch.arange(9, dtype=torch.bfloat16)[1:].view(1, 2, 4), torch.randn(3, 1, 2, 4).to(torch.bfloat16)
+        asked: Any = Asked.apply
+        assert torch.equal(asked(shared, mine)[:, 0], shared.expand(3, 2, 4))
 
     def test_linear_maps_of_events_without_bias(self) -> None:
         options = SequenceOptions(dim=8, heads=2, seeds=3, bias=False, rope="off")
@@ -109,6 +119,33 @@ class TestExperts:
         torch.testing.assert_close(expert(x)[:, 2:], torch.einsum("ot,btd->bod", expert.linear.weight, x))
         hand = 2 * (5 * 3 * 6) * 2 + 2 * (15 * 7 + 7 * 12) + 2 * 5 * 2 * 6
         assert expert.flops(3) == 3 * hand
+
+    @pytest.mark.parametrize(("rank", "linear", "tokens"), [(3, 2, 5), (8, 8, 7), (4, 0, 5), (None, 2, 5), (None, 0, 3)])
+    @pytest.mark.parametrize("rows", [0, 3])
+    def test_wukong_and_its_gradients_against_separate_products(self, rank: int | None, linear: int, tokens: int, rows: int) -> None:
+        expert = WukongExpert(tokens, linear + 2, 6, WukongOptions(rank=rank, linear_tokens=linear, hidden=())).double()
+        x = torch.randn(rows, 6, tokens, dtype=torch.float64).transpose(1, 2).requires_grad_(True)
+        other = x if expert.compress is None else expert.compress.t() @ x
+        want = expert.mlp(expert.norm((x @ other.mT).flatten(1))).view(-1, 2, 6)
+        if expert.linear is not None:
+            want = torch.cat([want, expert.linear.weight @ x], dim=1)
+        torch.testing.assert_close(expert(x), want, rtol=0, atol=1e-12)
+        upstream, inputs = torch.randn_like(want), (x, *expert.parameters())
+        for mine, plain in zip(torch.autograd.grad(expert(x), inputs, upstream), torch.autograd.grad(want, inputs, upstream)):
+            torch.testing.assert_close(mine, plain, rtol=1e-12, atol=1e-12)
+
+    def test_wukong_under_autocast_gives_bfloat16_and_float32_gradients_of_weights(self) -> None:
+        expert = WukongExpert(5, 4, 6, WukongOptions(rank=3, hidden=()))
+        x = torch.randn(2, 5, 6, requires_grad=True)
+        with torch.autocast("cpu", torch.bfloat16):
+            low = expert(x)
+        assert low.dtype is torch.bfloat16
+        high = expert(x)
+        torch.testing.assert_close(low.float(), high, rtol=0.05, atol=0.05)
+        inputs = (x, *expert.parameters())
+        for mine, want in zip(torch.autograd.grad(low.float().sum(), inputs), torch.autograd.grad(high.sum(), inputs)):
+            assert mine.dtype is torch.float32
+            torch.testing.assert_close(mine, want, rtol=0.1, atol=0.1)
 
     def test_wukong_all_pairs_and_no_linear_part(self) -> None:
         expert = WukongExpert(5, 4, 6, WukongOptions(rank=None, linear_tokens=0, hidden=()))
@@ -256,8 +293,38 @@ class TestLayers:
         assert torch.equal(pick(x, [3, 1]), x[:, [3, 1]])
         assert pick(x, []).shape == (2, 0, 3)
 
-    def test_token_mix(self) -> None:
-        mix = TokenMix(3, 2)
-        x = torch.randn(4, 3, 5)
-        torch.testing.assert_close(mix(x), torch.einsum("ot,btd->bod", mix.weight, x))
-        assert mix(x[:0]).shape == (0, 2, 5)
+    @pytest.mark.parametrize(("out", "tokens"), [(2, 3), (8, 5), (16, 8), (3, 8), (1, 1)])
+    @pytest.mark.parametrize("rows", [0, 1, 4])
+    def test_token_mix(self, out: int, tokens: int, rows: int) -> None:
+        """Either number of tokens, neither or both lie along rows of memory; x is strided and rows may be missing."""
+        mix = TokenMix(tokens, out).double()
+        x = torch.randn(5, rows, tokens, dtype=torch.float64).permute(1, 2, 0).requires_grad_(True)
+        want = torch.einsum("ot,btd->bod", mix.weight, x)
+        torch.testing.assert_close(mix(x), want, rtol=0, atol=1e-12)
+        upstream = torch.randn_like(want)
+        for mine, other in zip(torch.autograd.grad(mix(x), (mix.weight, x), upstream), torch.autograd.grad(want, (mix.weight, x), upstream)):
+            torch.testing.assert_close(mine, other, rtol=0, atol=1e-12)
+
+    def test_token_mix_leaves_further_tokens_out(self) -> None:
+        mix, x = TokenMix(3, 2), torch.randn(4, 5, 6, requires_grad=True)
+        torch.testing.assert_close(mix(x), mix(x[:, :3]))
+        (of_x,) = torch.autograd.grad(mix(x).sum(), x)
+        assert torch.equal(of_x[:, 3:], torch.zeros(4, 2, 6))
+        assert mix.flops(4, 6) == 2 * 4 * 6 * 3 * 2
+
+    @pytest.mark.parametrize(("out", "tokens", "stride"), [(16, 90, (1, 16)), (14, 32, (32, 1)), (2, 7, (7, 1)), (8, 16, (1, 8))])
+    def test_aligned_tokens_lie_along_rows(self, out: int, tokens: int, stride: tuple[int, int]) -> None:
+        laid = lay_out(torch.randn(out, tokens), torch.bfloat16)
+        assert laid.shape == (out, tokens)
+        assert laid.stride() == stride
+        assert laid.dtype is torch.bfloat16
+
+    @pytest.mark.parametrize("out", [1, 8])
+    def test_a_map_of_tokens_sums_its_gradient_over_rows_in_float32(self, out: int) -> None:
+        mix = TokenMix(3, out)
+        with torch.autocast("cpu", torch.bfloat16):
+            made = mix(torch.ones(301, 3, 1))
+        made.backward(torch.ones_like(made))
+        assert made.dtype is torch.bfloat16
+        assert mix.weight.grad is not None
+        assert torch.equal(mix.weight.grad, torch.full((out, 3), 301.0))  # in bfloat16 300 or 302

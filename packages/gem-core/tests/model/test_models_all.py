@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from gem_core.model.crossing import KeyValues
 from gem_core.model.dlrm import DlrmModel, DlrmOptions
-from gem_core.model.gem import GemModel, GemOptions
+from gem_core.model.gem import GemModel, GemOptions, GroupStep
 from gem_core.model.hstu import HstuModel, HstuOptions
 from gem_core.ops.slot import bind_kernels, kernel_slots
 from gem_core.spec import DataSchema, KernelRequest
@@ -252,8 +252,12 @@ def test_flops_match_torchs_count_without_padding(kit: ModuleType, name: str) ->
     embedded = {key: value.detach() for key, value in tables(batch.ids).items()}
     with FlopCounterMode(display=False) as counter:
         model(batch, embedded)
-    added = (2 * batch.rows * m.shape[0] * m.weight[..., 0].numel() * m.added for m in model.modules() if isinstance(m, KeyValues))
-    assert model.flops(batch) == counter.get_total_flops() - sum(added)
+    added = sum(2 * batch.rows * m.shape[0] * m.weight[..., 0].numel() * m.added for m in model.modules() if isinstance(m, KeyValues))
+    asking = [
+        (m.ask.weight.shape[0], m.pool.tokens, m.pool.seed_count, m.dim) for m in model.modules() if isinstance(m, GroupStep) and m.ask and m.pool
+    ]
+    added += sum(2 * batch.rows * queries * (tokens - seeds - queries) * dim for queries, tokens, seeds, dim in asking)  # zeros, for the targets
+    assert model.flops(batch) == counter.get_total_flops() - added
 
 
 @each_model

@@ -3,11 +3,8 @@
 import torch
 from torch import Tensor, nn
 
-from gem_core.model.layers import AddNorm, Mlp, TokenMix, compute_dtype, pair_width
+from gem_core.model.layers import ALIGNED, AddNorm, Mlp, TokenMix, compute_dtype, pair_width
 from gem_core.ops.products import own_flops
-
-ALIGNED = 8
-"""Columns are added to a matrix in such numbers: matmuls in 16 bits are fast where rows are multiples of 16 bytes."""
 
 
 class WeightGen(nn.Module):
@@ -53,7 +50,7 @@ class KeyValues(nn.Module):
 
     @property
     def added(self) -> int:
-        """Columns of a matrix that add the shared part."""
+        """Columns of a matrix that add the shared part: as many as keep its rows multiples of 16 bytes."""
         return -(-self.shape[0] // ALIGNED) * ALIGNED
 
     def reset_parameters(self) -> None:
@@ -65,11 +62,10 @@ class KeyValues(nn.Module):
     def forward(self, sources: Tensor) -> tuple[Tensor, Tensor]:
         count, _, heads, head_dim = self.shape
         dtype, extra = compute_dtype(sources), self.added
-        place = torch.eye(count, extra, dtype=dtype, device=sources.device).expand(sources.shape[0], -1, -1)
+        # contiguous parts: torch joins others element by element on a GPU
+        place = torch.eye(count, extra, dtype=dtype, device=sources.device).expand(sources.shape[0], -1, -1).contiguous()
         joined = torch.cat([sources.to(dtype), place], dim=-1)
-        matrices = (
-            torch.cat([weight.to(dtype), _columns(shared.to(dtype), count, extra)], dim=1) for weight, shared in zip(self.weight, self.shared)
-        )
+        matrices = torch.cat([self.weight.to(dtype), _columns(self.shared.to(dtype), count, extra)], dim=-1)
         key, value = (nn.functional.linear(joined, matrix).view(-1, self.keys, heads, head_dim) for matrix in matrices)
         return key, value
 
@@ -80,5 +76,5 @@ class KeyValues(nn.Module):
 
 
 def _columns(shared: Tensor, sources: int, width: int) -> Tensor:
-    """What each source adds to its pairs as a column, zeros last: ``[pairs, heads, head_dim] -> [pairs / sources * heads * head_dim, width]``."""
-    return nn.functional.pad(shared.view(sources, -1).t(), (0, width - sources))
+    """A column a source, of what it adds to its pairs, then zeros: ``[2, pairs, heads, head_dim] -> [2, own pairs * heads * head_dim, width]``."""
+    return nn.functional.pad(shared.view(2, sources, -1), (0, 0, 0, width - sources)).transpose(1, 2).contiguous()

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from gem_core.model.layers import AddNorm, Mlp, TokenMix, mix_tokens, pair_width, together, total
+from gem_core.model.layers import AddNorm, Mlp, TokenMix, compute_dtype, lay_out, pair_width, together, total, weight_gradient
 from gem_core.model.options import CrossOptions, DeepOptions, LinearOptions, WukongOptions
 from gem_core.ops.products import linear_flops, own_flops
 from gem_core.ops.slot import KernelSlot
@@ -26,6 +26,34 @@ class Expert(nn.Module):
     def flops(self, rows: int) -> int:
         """Forward model FLOPs of ``rows`` rows."""
         raise NotImplementedError
+
+
+class PairsAndMix(torch.autograd.Function):
+    """``x (C x)^T`` and ``L x`` of each row, where the weight is C above L: ``[rank + linear, tokens], [rows, tokens, dim], rank ->
+    [rows, tokens, rank], [rows, linear, dim]``.
+
+    Both maps of tokens are one product, and the gradient of x is summed where it is made: x is the largest tensor of an expert, and each further
+    product or sum would read it, or write its gradient, once more. See ``TokenProduct`` on what lies along rows.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, x: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+        laid = lay_out(weight, x.dtype)
+        mixed = torch.bmm(laid.expand(x.shape[0], -1, -1), x)
+        ctx.save_for_backward(laid, x, mixed)
+        ctx.rank, ctx.dtype = rank, weight.dtype
+        return torch.bmm(x, mixed[:, :rank].transpose(1, 2)), mixed[:, rank:]
+
+    @staticmethod
+    def backward(ctx: Any, of_pairs: Tensor, of_linear: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        laid, x, mixed = ctx.saved_tensors
+        of_mixed = torch.cat([torch.bmm(of_pairs.transpose(1, 2), x), of_linear], dim=1)
+        for_weight, for_x, _ = ctx.needs_input_grad
+        of_x = None
+        if for_x:
+            of_x = torch.bmm(laid.t().expand(x.shape[0], -1, -1), of_mixed)
+            of_x = of_x.baddbmm_(of_pairs, mixed[:, : ctx.rank])
+        return weight_gradient(of_mixed, x, ctx.dtype) if for_weight else None, of_x, None
 
 
 class WukongExpert(Expert):
@@ -53,10 +81,14 @@ class WukongExpert(Expert):
             nn.init.normal_(self.compress, std=self.tokens_in**-0.5)
 
     def forward(self, x: Tensor) -> Tensor:
-        other = x if self.compress is None else mix_tokens(self.compress.t(), x)
-        pairs = torch.matmul(x, other.transpose(1, 2).to(x.dtype))
+        if self.compress is None:
+            x = x.to(compute_dtype(x))
+            pairs, linear = torch.matmul(x, x.transpose(1, 2)), x[:, :0] if self.linear is None else self.linear(x)
+        else:
+            weight = self.compress if self.linear is None else torch.cat([self.compress, self.linear.weight.t()], dim=1)
+            pairs, linear = PairsAndMix.apply(weight.t(), x.to(compute_dtype(weight)), self.rank)  # type: ignore[no-untyped-call]
         machine: Tensor = self.mlp(self.norm(pairs.flatten(1))).view(-1, self.machine_tokens, self.dim)
-        return machine if self.linear is None else torch.cat([machine, self.linear(x)], dim=1)
+        return torch.cat([machine, linear], dim=1)
 
     def flops(self, rows: int) -> int:
         pairs = (1 if self.compress is None else 2) * self.dim * pair_width(self.tokens_in, self.rank)

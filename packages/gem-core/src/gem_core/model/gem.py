@@ -16,7 +16,7 @@ from gem_core.model.crossing import WeightGen
 from gem_core.model.experts import Ensemble
 from gem_core.model.features import FeatureTokens, target_tokens
 from gem_core.model.heads import Heads
-from gem_core.model.layers import DenseModel, TokenMix, pick, total
+from gem_core.model.layers import DenseModel, TokenMix, compute_dtype, pick, total
 from gem_core.model.options import BaseModelOptions, ExpertOptions, MergedSequences, Rate, SequenceOptions, Width, WukongOptions
 from gem_core.model.pooling import SeedPooling
 from gem_core.model.sequence import Events, EventTokens, Lengths, PersonalFfn, SelfAttention
@@ -97,13 +97,14 @@ class GroupStep(nn.Module):
         self.dim = model.dim
 
     def forward(self, events: Events, x_sum: Tensor, targets: Tensor) -> tuple[Events, Tensor | None]:
+        sources = torch.cat([x_sum, targets], dim=1)
         if self.pffn is not None:
-            events = events.holding(*self.pffn(events, torch.cat([x_sum, targets], dim=1)))
+            events = events.holding(*self.pffn(events, sources))
         if self.attention is not None:
             events = events.holding(*self.attention(events))
         if self.pool is None:
             return events, None
-        queries = targets if self.ask is None else torch.cat([self.ask(x_sum), targets], dim=1)
+        queries = targets if self.ask is None else torch.cat([self.ask(sources), targets], dim=1)
         pooled, stream = self.pool(events, queries)
         return events.holding(stream), pooled
 
@@ -219,6 +220,7 @@ class GemModel(DenseModel):
     def forward(self, batch: Batch, embedded: dict[str, Tensor]) -> dict[str, Tensor]:
         described = self.features.described(batch)
         x = self.features(batch, embedded, described)
+        x = x.to(compute_dtype(x))  # once: features are float32 in some recipes, and each expert would round them for itself, and widen its gradient
         targets = [pick(x, tokens) for tokens in self.targets]
         state = State(x, [group(batch, embedded) for group in self.events], [], [])
         for layer in self.layers:

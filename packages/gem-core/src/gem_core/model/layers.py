@@ -11,6 +11,9 @@ from gem_core.ops.products import linear_flops, own_flops, slot_flops
 from gem_core.ops.slot import KernelSlot, kernel_slots
 from gem_core.spec.kernels import KernelRequest
 
+ALIGNED = 8
+"""Matmuls in 16 bits are fast where rows of matrices are multiples of so many numbers, 16 bytes."""
+
 
 def compute_dtype(tensor: Tensor) -> torch.dtype:
     """The dtype a kernel is called with: autocast's where it is on, else the tensor's own."""
@@ -31,13 +34,49 @@ def pick(x: Tensor, tokens: Sequence[int]) -> Tensor:
     return torch.stack([x[:, token] for token in tokens], dim=1) if tokens else x[:, :0]
 
 
+class TokenProduct(torch.autograd.Function):
+    """``mix_tokens``, one small product a row; ``x`` has the dtype that is computed in, the weight may have another.
+
+    Numbers of tokens are odd sizes, and a GPU multiplies 16-bit matrices several times as fast where rows are multiples of 16 bytes. So the number of
+    tokens that is a multiple of 8 lies along rows, in the weight and in each row's summand of its gradient.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, x: Tensor) -> Tensor:
+        laid = lay_out(weight, x.dtype)
+        ctx.save_for_backward(laid, x)
+        ctx.dtype = weight.dtype
+        return torch.bmm(laid.expand(x.shape[0], -1, -1), x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        laid, x = ctx.saved_tensors
+        for_weight, for_x = ctx.needs_input_grad
+        spread = laid.t().expand(x.shape[0], -1, -1)
+        return weight_gradient(grad, x, ctx.dtype) if for_weight else None, torch.bmm(spread, grad) if for_x else None
+
+
+def lay_out(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """``[tokens_out, tokens_in]`` in ``dtype``; along rows of memory lie output tokens if their number is a multiple of 8, else input tokens."""
+    if weight.shape[0] % ALIGNED:
+        return weight.to(dtype, memory_format=torch.contiguous_format)
+    return weight.t().to(dtype, memory_format=torch.contiguous_format).t()
+
+
+def weight_gradient(grad: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Gradient of a map of tokens, summed over rows in ``dtype``: ``[rows, tokens_out, dim], [rows, tokens_in, dim] -> [tokens_out, tokens_in]``."""
+    if grad.shape[1] % ALIGNED:
+        return torch.bmm(grad, x.transpose(1, 2)).sum(0, dtype=dtype)
+    return torch.bmm(x, grad.transpose(1, 2)).sum(0, dtype=dtype).t()
+
+
 def mix_tokens(weight: Tensor, x: Tensor) -> Tensor:
     """``weight x`` of each row: ``[tokens_out, tokens_in], [rows, tokens_in, dim] -> [rows, tokens_out, dim]``.
 
     One small product a row: ``matmul`` would make one large product of copies in which the tokens of all rows stand side by side.
     """
-    weight, x = together(weight, x)
-    return torch.bmm(weight.expand(x.shape[0], -1, -1), x)
+    out: Tensor = TokenProduct.apply(weight, x.to(compute_dtype(weight)))  # type: ignore[no-untyped-call]
+    return out
 
 
 def pair_width(dim: int, out: int) -> int:
@@ -46,7 +85,10 @@ def pair_width(dim: int, out: int) -> int:
 
 
 class TokenMix(nn.Module):
-    """A learned map of tokens, the same for every channel: ``[rows, tokens_in, dim] -> [rows, tokens_out, dim]``."""
+    """A learned map of tokens, the same for every channel: ``[rows, tokens_in, dim] -> [rows, tokens_out, dim]``.
+
+    Further tokens of the input are left out, by weights of zero: a view of the first tokens has an odd number of them where all are a multiple of 8.
+    """
 
     def __init__(self, tokens_in: int, tokens_out: int) -> None:
         super().__init__()
@@ -57,7 +99,8 @@ class TokenMix(nn.Module):
         nn.init.normal_(self.weight, std=self.weight.shape[1] ** -0.5)
 
     def forward(self, x: Tensor) -> Tensor:
-        return mix_tokens(self.weight, x)
+        further = x.shape[1] - self.weight.shape[1]
+        return mix_tokens(nn.functional.pad(self.weight, (0, further)) if further > 0 else self.weight, x)
 
     def flops(self, rows: int, dim: int) -> int:
         return own_flops(self, rows * dim * pair_width(*self.weight.shape))

@@ -33,8 +33,9 @@ class SumKronLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         rank, tokens, _ = self.tokens.shape
-        mixed = mix_tokens(self.tokens.flatten(0, 1), x).view(-1, rank, tokens, x.shape[-1])
-        return torch.einsum("brtd,rdo->bto", mixed, self.channels)
+        # all terms of a token stand side by side, so that one product sums over them as they lie
+        mixed = mix_tokens(self.tokens.transpose(0, 1).flatten(0, 1), x).view(-1, tokens, rank * x.shape[-1])
+        return torch.matmul(mixed, self.channels.flatten(0, 1))
 
     def flops(self, rows: int) -> int:
         rank, tokens_out, tokens_in = self.tokens.shape
@@ -52,7 +53,9 @@ class Asked(torch.autograd.Function):
     def forward(ctx: Any, seeds: Tensor, mine: Tensor) -> Tensor:
         ctx.seeds = len(seeds)
         out = mine.new_empty((mine.shape[0], len(seeds) + mine.shape[1], *mine.shape[2:]))
-        out[:, : len(seeds)] = seeds
+        # a GPU copies to a part of a tensor number by number, however short they are: seeds are copied as numbers of eight bytes where they are such
+        words = mine.dtype if mine.shape[-1] * mine.element_size() % 8 else torch.int64
+        out.view(words)[:, : len(seeds)] = seeds.clone(memory_format=torch.contiguous_format).view(words)
         out[:, len(seeds) :] = mine
         return out
 
