@@ -1,8 +1,8 @@
 """Which tiles an attention kernel computes, in which order: non-empty ones only, longest first.
 
-A list is built on the device from the offsets, without a host synchronisation: its length there is an upper bound, the true count stays in device
-memory. It depends on lengths alone, so the layers of a model share it, and both directions where they tile the same axis by the same size: ``tiles``
-keeps the lists of the last few offset tensors.
+A list is built on the device from the offsets (``tile_lists``), without a host synchronisation: its length there is an upper bound, the true count
+stays in device memory. It depends on lengths alone, so the layers of a model share it, and both directions where they tile the same axis by the same
+size: ``tiles`` keeps the lists of the last few offset tensors. Calls that one CUDA graph captures share lists among themselves.
 
 Besides the rows there is one more, numbered ``rows``: the tokens after the last row. No kernel finds anything to attend to there, so it writes zeros;
 the same holds for tokens of a row beyond the given maximum. Every token thus belongs to exactly one tile.
@@ -12,19 +12,20 @@ import os
 from collections import OrderedDict
 from dataclasses import dataclass
 from functools import cache
+from importlib import import_module
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from gem_core.spec import RequestError
+from gem_kernels.common.capture import current
 
 RECORD = ("row", "first", "q_start", "q_used", "q_length", "k_start", "k_used", "k_length")
 """Columns of a record, int32: the row, the first token of the tile within it, and where the row's tokens lie; ``used`` stops at the given maximum."""
 MAX_TOKENS = 2**30
-"""Token numbers are 32-bit, and the copy engine of Hopper counts rows up to this."""
+"""Numbers of tokens and tiles are 32-bit, and the copy engine of Hopper counts rows up to this."""
 KEPT = 32
 """Lists that are kept. A batch has a few: queries and keys, for each tile size in use."""
 
@@ -70,20 +71,23 @@ def tiles(layout: Layout, axis: str, block: int) -> Tiles:
     """The list of tiles of ``block`` tokens of ``axis`` (``q`` or ``k``), built or remembered.
 
     Raises:
-        RequestError: more tokens than a record can address.
+        RequestError: more tokens or tiles than a record can address.
     """
+    bound = _bound(layout, axis, block)
     largest = max(layout.q_tokens, layout.k_tokens)
-    if largest > MAX_TOKENS:
-        raise RequestError(f"attention over {largest} tokens", f"tile lists address {MAX_TOKENS} tokens", "Split the batch.")
+    if max(largest, bound) > MAX_TOKENS:
+        asked = f"attention over {largest} tokens in up to {bound} tiles"
+        raise RequestError(asked, f"tile lists address {MAX_TOKENS} of each", "Split the batch.")
     key = _key(layout, axis, block)
     if key is None:
-        return _build(layout, axis, block)
+        return _build(layout, axis, block, bound)
+    _forget_other_captures(key[0])
     found = _kept.get(key)
     if found is None:
         for old in [old for old, (owners, _) in _kept.items() if any(owner.expired() for owner in owners)]:  # type: ignore[no-untyped-call]
             del _kept[old]
         owners = tuple(StorageWeakRef(offsets.untyped_storage()) for offsets in _offsets(layout))  # type: ignore[no-untyped-call]
-        found = _kept[key] = owners, _build(layout, axis, block)
+        found = _kept[key] = owners, _build(layout, axis, block, bound)
         if len(_kept) > KEPT:
             _kept.popitem(last=False)
     _kept.move_to_end(key)
@@ -91,6 +95,17 @@ def tiles(layout: Layout, axis: str, block: int) -> Tiles:
 
 
 _kept: "OrderedDict[Any, tuple[tuple[StorageWeakRef, ...], Tiles]]" = OrderedDict()
+_last_capture = 0
+"""Of the last call that had a key."""
+
+
+def _forget_other_captures(capture: int) -> None:
+    """Drop what is kept of captures other than the one a call belongs to, so that their graphs' memory is not held longer."""
+    global _last_capture
+    if capture != _last_capture:
+        for old in [key for key in _kept if key[0] not in (0, capture)]:
+            del _kept[old]
+        _last_capture = capture
 
 
 def _offsets(layout: Layout) -> list[Tensor]:
@@ -98,8 +113,11 @@ def _offsets(layout: Layout) -> list[Tensor]:
 
 
 def _key(layout: Layout, axis: str, block: int) -> Any:
-    """What a list depends on, by identity and version of the offsets; None where that says nothing: while a CUDA graph is captured, whose replays
-    read new values, and for inference tensors, which count no versions.
+    """What a list depends on, by identity and version of the offsets; None where that says nothing: for inference tensors, which count no versions,
+    and in a capture of a CUDA graph that has no number.
+
+    The first item is the capture, 0 where there is none. A list that is built while a graph is captured is filled at each replay, from what the
+    offsets hold then: it is right for the calls of the same capture and for no others.
 
     The weak references that are kept beside a list hold the storage's address, so that no other tensor can take it.
     """
@@ -108,45 +126,20 @@ def _key(layout: Layout, axis: str, block: int) -> Any:
         if offsets.is_inference():
             return None
         found.append((offsets.untyped_storage()._cdata, offsets.storage_offset(), offsets._version))
-    stream = None
-    if layout.device.type == "cuda":
-        if torch.cuda.is_current_stream_capturing():
-            return None
-        stream = torch.cuda.current_stream(layout.device).cuda_stream
+    stream, capture = current(layout.device)
+    if capture is None:
+        return None
     sizes = (layout.rows, layout.max_q, layout.max_k, layout.q_tokens, layout.k_tokens)
-    return (layout.q_offsets is None, *found, *sizes, layout.device, stream, axis, block)
+    return (capture, layout.q_offsets is None, *found, *sizes, layout.device, stream, axis, block)
 
 
-def _build(layout: Layout, axis: str, block: int) -> Tiles:
-    q = _spans(layout.q_offsets, layout, layout.max_q, layout.q_tokens, step=0)
-    k = _spans(layout.k_offsets, layout, layout.max_k, layout.k_tokens, step=layout.max_k)
-    own, other = (q, k) if axis == "q" else (k, q)
-    # A tile costs what the other axis of its row holds: ordering the rows orders the tiles.
-    order = other[1].argsort(descending=True, stable=True)
-    ends = ((own[2] + (block - 1)) // block)[order].cumsum(0)
-    slots = torch.arange(_bound(layout, axis, block), device=layout.device)
-    at = torch.searchsorted(ends, slots, right=True).clamp_(max=layout.rows)
-    # The last tile of a row comes first: under a causal mask it sees most.
-    first = (ends[at] - 1 - slots) * block
-    columns = torch.stack((torch.arange(layout.rows + 1, device=layout.device), *q, *k), 1)[order][at]
-    records = torch.cat((columns[:, :1], first[:, None], columns[:, 1:]), 1).int()
-    return Tiles(records, ends[-1:].clamp(max=slots.shape[0]).int())
+def _build(layout: Layout, axis: str, block: int, bound: int) -> Tiles:
+    return Tiles(*_lists().build(layout, axis, block, bound))
 
 
-def _spans(offsets: Tensor | None, layout: Layout, longest: int, tokens: int, step: int) -> tuple[Tensor, Tensor, Tensor]:
-    """First token, used length and whole length (int64 ``[rows + 1]``) of each row and of what lies after the last.
-
-    Rows never reach outside ``[0, tokens)``, whatever the offsets say.
-    """
-    if offsets is None:
-        index = torch.arange(layout.rows + 1, device=layout.device)
-        length = torch.where(index < layout.rows, longest, 0)
-        return index * step, length, length
-    edges = F.pad(offsets.clamp(0, tokens), (0, 1), value=tokens)
-    length = edges.diff().clamp_(min=0)
-    used = length.clamp(max=longest)
-    used[-1:] = 0
-    return edges[:-1], used, length
+@cache
+def _lists() -> Any:
+    return import_module("gem_kernels.common.tile_lists")
 
 
 def _bound(layout: Layout, axis: str, block: int) -> int:
