@@ -163,8 +163,10 @@ def check_a_tensor_of_the_cpu_is_left_to_triton():
     with switched(True):
         launcher.launch(kernel, 3, CPU, {"x": X, **CALL})
         given = {"x": X, **CALL, "other": torch.zeros(64)}
-        assert launcher._launcher(kernel).key(0, given) is None
-        assert launcher._launcher(kernel).key(0, {**given, "other": "what?"}) is None
+        place = launcher.direct(kernel, CPU)
+        assert place[0].key(place, given) is None
+        assert place[0].key(place, {**given, "other": "what?"}) is None
+        assert place[0].key(place, {**given, "other": None}) is not None
 
 
 def check_wrong_calls_are_triton_errors_each_time():

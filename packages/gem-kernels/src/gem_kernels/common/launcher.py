@@ -9,7 +9,6 @@ Triton also looks, at each launch, whether a global that the kernel reads has ch
 """
 
 import os
-from contextlib import nullcontext
 from functools import cache
 from operator import itemgetter
 from typing import Any
@@ -24,7 +23,7 @@ EVERY = 64
 """Under ``GEM_CHECK=full`` the first direct launch of a kernel is compared, and then each of these many."""
 
 
-def launch(kernel: Any, grid: int, device: torch.device, arguments: dict[str, Any]) -> None:
+def launch(kernel: Any, grid: int, device: torch.device, arguments: dict[str, Any]) -> Any:
     """Launch ``kernel`` on a grid of one axis, on the current stream of ``device``.
 
     Args:
@@ -33,26 +32,56 @@ def launch(kernel: Any, grid: int, device: torch.device, arguments: dict[str, An
         device: where the tensors lie.
         arguments: parameters and options by name.
 
+    Returns:
+        The compiled kernel, where it can be launched directly from now on; else None.
+
     Raises:
         RequestError: ``GEM_DIRECT_LAUNCH`` is neither 0 nor 1; or, under ``GEM_CHECK=full``, a direct launch would not be Triton's.
     """
-    here = device.type == "cpu" or device.index == torch.cuda.current_device()
-    with nullcontext() if here else torch.cuda.device(device):
-        if why_through_triton() is None and hasattr(kernel, "device_caches"):
-            _launcher(kernel).launch(grid, arguments)
-        else:
-            kernel[(grid,)](**arguments)
+    place = direct(kernel, device)
+    if place is not None:
+        return place[0].launch(place, grid, arguments)
+    if device.type == "cpu" or device.index == torch.cuda.current_device():
+        kernel[(grid,)](**arguments)
+        return None
+    with torch.cuda.device(device):
+        return launch(kernel, grid, device, arguments)
+
+
+Place = tuple["Launcher", int, bool, str]
+"""What a direct launch depends on beside its arguments: the kernel's launcher, the current device, and Triton's switches ``debug`` and
+``instrumentation_mode``."""
+
+
+def direct(kernel: Any, device: torch.device) -> Place | None:
+    """The place of a launch of ``kernel`` on ``device``; None where it is left to Triton, or ``device`` is not the current one.
+
+    Raises:
+        RequestError: ``GEM_DIRECT_LAUNCH`` is neither 0 nor 1.
+    """
+    if why_through_triton() is not None:
+        return None
+    found = _launchers.get(id(kernel))
+    if found is None:
+        if not hasattr(kernel, "device_caches"):  # the interpreter's
+            return None
+        found = _launchers[id(kernel)] = Launcher(kernel)
+    index = found.driver.active.get_current_device()
+    if found.watched() or (device.index != index and device.type != "cpu"):
+        return None
+    return found, index, found.knobs.runtime.debug, found.knobs.compilation.instrumentation_mode
 
 
 @cache
-def _checked() -> bool:
+def checked() -> bool:
+    """Whether ``GEM_CHECK=full`` asks for comparisons with Triton."""
     return os.environ.get("GEM_CHECK") == "full"
 
 
 def forget() -> None:
     """Read the environment again, and forget compiled kernels."""
     why_through_triton.cache_clear()
-    _checked.cache_clear()
+    checked.cache_clear()
     _launchers.clear()
 
 
@@ -65,69 +94,81 @@ class Launcher:
         self.names = frozenset(kernel.arg_names)
         self.defaults = {p.name: p.default for p in params if p.has_default}
         self.values = itemgetter(*kernel.arg_names)
-        self.constants = [i for i, p in enumerate(params) if p.is_constexpr]
         self.varying = [(i, not p.do_not_specialize) for i, p in enumerate(params) if not p.is_constexpr]
         self.kept: dict[tuple[Any, ...], Any] = {}
         self.hits = 0
         self.driver, self.knobs = _runtime()
 
-    def launch(self, grid: int, arguments: dict[str, Any]) -> None:
-        """Launch on the current device and stream."""
-        device = self.driver.active.get_current_device()
-        known = None if self._watched() else self.key(device, arguments)
+    def launch(self, place: Place, grid: int, arguments: dict[str, Any]) -> Any:
+        """Launch on the current device and stream; returns the compiled kernel, None where Triton had to see to it."""
+        known = self.key(place, arguments)
         if known is None:
             self.kernel[(grid,)](**arguments)
-            return
+            return None
         key, passed = known
         compiled = self.kept.get(key)
         if compiled is None:
-            self._first(key, grid, arguments)
-            return
-        if _checked():
-            self._compare(compiled, device, passed, arguments)
-        stream = self.driver.active.get_current_stream(device)
-        compiled.run(grid, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None, *passed)
+            return self._first(key, grid, arguments)
+        if checked():
+            self.compare(compiled, place, passed, arguments)
+        compiled.run(grid, 1, 1, self.stream(place), compiled.function, compiled.packed_metadata, None, None, None, *passed)
+        return compiled
 
-    def _watched(self) -> bool:
+    def stream(self, place: Place) -> int:
+        """The current stream."""
+        found: int = self.driver.active.get_current_stream(place[1])
+        return found
+
+    def watched(self) -> bool:
         """Whether somebody wants to see or change launches: profilers, tuners, compiler passes. Triton serves them."""
         runtime = self.knobs.runtime
-        hooks = (runtime.launch_enter_hook, runtime.launch_exit_hook)
-        return bool(self.kernel.pre_run_hooks) or runtime.add_stages_inspection_hook is not None or any(map(_calls, hooks))
+        return (
+            bool(self.kernel.pre_run_hooks)
+            or runtime.add_stages_inspection_hook is not None
+            or _calls(runtime.launch_enter_hook)
+            or _calls(runtime.launch_exit_hook)
+        )
 
-    def key(self, device: int, arguments: dict[str, Any]) -> tuple[tuple[Any, ...], list[Any]] | None:
+    def key(self, place: Place, arguments: dict[str, Any]) -> tuple[tuple[Any, ...], list[Any]] | None:
         """What tells launches apart, and the values that the launcher gets, in its order; None for a call that only Triton understands."""
         passed = list(self.values({**self.defaults, **arguments} if self.defaults else arguments))
-        key: list[Any] = [device, self.knobs.runtime.debug, self.knobs.compilation.instrumentation_mode, *[passed[i] for i in self.constants]]
-        key.extend((name, arguments[name]) for name in sorted(arguments.keys() - self.names))
+        kinds: list[Any] = passed.copy()  # constants stand for themselves
         for i, specialised in self.varying:
             value = passed[i]
             if type(value) is int:
-                key.append(integer_kind(value, specialised))
+                kinds[i] = integer_kind(value, specialised)
             elif isinstance(value, Tensor):
                 if not value.is_cuda:
                     return None
                 passed[i] = address = value.data_ptr()
-                key.append((value.dtype, address % 16 == 0))
+                kinds[i] = (value.dtype, address % 16 == 0)
             else:
-                kind = kind_of(value)
-                if kind is None:
+                kinds[i] = kind_of(value)
+                if kinds[i] is None:
                     return None
-                key.append(kind)
-        return tuple(key), passed
+        options = [(name, arguments[name]) for name in sorted(arguments.keys() - self.names)]
+        return (*place[1:], *kinds, *options), passed
 
-    def _first(self, key: tuple[Any, ...], grid: int, arguments: dict[str, Any]) -> None:
+    def passed(self, arguments: dict[str, Any]) -> list[Any]:
+        """The values that the launcher gets, tensors as addresses."""
+        given = self.values({**self.defaults, **arguments})
+        return [value.data_ptr() if isinstance(value, Tensor) else value for value in given]
+
+    def _first(self, key: tuple[Any, ...], grid: int, arguments: dict[str, Any]) -> Any:
         compiled = self.kernel[(grid,)](**arguments)
-        if compiled is not None and compiled.metadata.target.backend == "cuda":
-            self.kept[key] = compiled
+        if compiled is None or compiled.metadata.target.backend != "cuda":
+            return None
+        self.kept[key] = compiled
+        return compiled
 
-    def _compare(self, compiled: Any, device: int, passed: list[Any], arguments: dict[str, Any]) -> None:
+    def compare(self, compiled: Any, place: Place, passed: list[Any], arguments: dict[str, Any]) -> None:
         """Ask Triton, now and then, which kernel it would launch with which arguments."""
         self.hits += 1
         if self.hits % EVERY != 1:
             return
         from triton.runtime.jit import compute_cache_key
 
-        kernels, keys, _, _, binder = self.kernel.device_caches[device]
+        kernels, keys, _, _, binder = self.kernel.device_caches[place[1]]
         runtime, compilation = self.knobs.runtime, self.knobs.compilation
         debug = arguments.get("debug", self.kernel.debug) or runtime.debug
         bound, specialization, options = binder(**{**arguments, "debug": debug, "instrumentation_mode": compilation.instrumentation_mode})
@@ -160,13 +201,6 @@ def _calls(hook: Any) -> bool:
 
 _launchers: dict[int, Launcher] = {}
 """By identity of the kernel, which its launcher keeps alive: hashing a kernel hashes its source."""
-
-
-def _launcher(kernel: Any) -> Launcher:
-    found = _launchers.get(id(kernel))
-    if found is None:
-        found = _launchers[id(kernel)] = Launcher(kernel)
-    return found
 
 
 def _runtime() -> tuple[Any, Any]:

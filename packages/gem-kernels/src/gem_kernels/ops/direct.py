@@ -1,6 +1,6 @@
 """Calls that go past torch's dispatcher. A custom op written in Python costs 50 microseconds of the host a call, more than a short kernel takes."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -8,23 +8,25 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 _PLAIN = (Tensor, nn.Parameter)
+_KNOWN = frozenset((*_PLAIN, type(None), bool, int, float, str))
+_is_tensor = Tensor.__instancecheck__
+_is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 
 
-def unwatched(inputs: tuple[Any, ...]) -> bool:
+def unwatched(inputs: Sequence[Any]) -> bool:
     """Whether nobody could tell a custom op from a plain call of what it does.
 
-    A compiler, a dispatch mode (fake tensors, a FLOP counter), a functorch transform and a tensor subclass could: they need the op. ``inputs`` may
-    hold lists of tensors.
+    A compiler, a dispatch mode (fake tensors, a FLOP counter), a functorch transform, what a transform left behind and a tensor subclass could: they
+    need the op. ``inputs`` may hold lists of tensors.
     """
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack() is not None:
         return False
-    for x in inputs:
-        if isinstance(x, Tensor):
-            if type(x) not in _PLAIN:
-                return False
-        elif isinstance(x, list | tuple) and not all(type(t) in _PLAIN for t in x if isinstance(t, Tensor)):
+    if not _KNOWN.issuperset(map(type, inputs)):
+        parts = (x if isinstance(x, list | tuple) else (x,) for x in inputs)
+        inputs = [x for part in parts for x in part if isinstance(x, Tensor)]
+        if any(type(x) not in _PLAIN for x in inputs):
             return False
-    return True
+    return not any(map(_is_wrapped, filter(_is_tensor, inputs)))
 
 
 def direct(op: Any, *inputs: Any) -> Any:
@@ -53,14 +55,21 @@ def differentiable(op: Any, backward: Callable[..., Any], save: Callable[..., No
             return output
 
         @staticmethod
-        @once_differentiable
         def backward(ctx: Any, *grads: Tensor) -> Any:
-            return backward(ctx, *grads)
+            return once(ctx, *grads) if torch.is_grad_enabled() else backward(ctx, *grads)
+
+    apply, once = _apply(Direct), once_differentiable(backward)
 
     def call(*inputs: Any) -> Any:
-        return Direct.apply(*inputs) if unwatched(inputs) else op(*inputs)  # type: ignore[no-untyped-call]
+        return apply(*inputs) if unwatched(inputs) else op(*inputs)
 
     return call
+
+
+def _apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """``function.apply`` without its search for functorch transforms and what they left behind: ``unwatched`` has found none."""
+    found: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
+    return found
 
 
 def differentiable_lists(op: Any, backward: Callable[..., Any], save: Callable[..., None]) -> Callable[..., Any]:
@@ -92,11 +101,13 @@ def differentiable_lists(op: Any, backward: Callable[..., Any], save: Callable[.
             found = backward(ctx, list(grads) if ctx.listed else grads[0])
             return (None, *(one for grad in found for one in (grad if isinstance(grad, list) else (grad,))))
 
+    apply = _apply(Direct)
+
     def call(*inputs: Any) -> Any:
         if not unwatched(inputs):
             return op(*inputs)
         counts = [len(x) if isinstance(x, list) and x and isinstance(x[0], Tensor) else None for x in inputs]
         flat = [one for x, count in zip(inputs, counts, strict=True) for one in ((x,) if count is None else x)]
-        return Direct.apply(counts, *flat)  # type: ignore[no-untyped-call]
+        return apply(counts, *flat)
 
     return call
