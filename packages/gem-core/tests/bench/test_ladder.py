@@ -28,7 +28,7 @@ from gem_core.train import feed
 from gem_core.train.compose import compose, preview
 from gem_core.train.loop import epoch_feed
 
-NAMES = ["padded", "bucketed", "fused-attention", "fused-blocks", "compiled", "balanced", "overlapped", "fp8"]
+NAMES = ["padded", "bucketed", "fused-attention", "fused-blocks", "compiled", "balanced", "overlapped", "graphed", "fp8"]
 TOY = ["run.device=cpu", "run.threads=1", "data.options.rows=96", "data.batch_size=32"]
 
 
@@ -79,6 +79,7 @@ def test_why_a_rung_cannot_be_is_said_by_name(alone: None, tmp_path: Path) -> No
     assert "norm_linear: nothing but reference fits this machine" in reasons["fused-blocks"]
     assert "gdpa: bucketed cannot stand inside a compiled block" in reasons["compiled"]
     assert reasons["balanced"] == "the data source 'toy' has no option balance"
+    assert reasons["graphed"] == "the run computes on cpu"
     assert "precision recipe 'fp8_block'" in reasons["fp8"]
 
 

@@ -1,6 +1,7 @@
 """The trainer on a CUDA device: the curve of the CPU, resuming, and figures against the vendor's peak."""
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,8 @@ import torch
 
 from gem_core.builtin.embedding import TorchEmbeddings
 from gem_core.builtin.precision import Fp32
-from gem_core.config.load import LoadedConfig
-from gem_core.spec import SparseOptimizer
+from gem_core.config.load import LoadedConfig, load_config
+from gem_core.spec import RunFailed, SparseOptimizer
 from gem_core.train import ahead
 from gem_core.train.checkpoint.saved import find_checkpoint
 from gem_core.train.efficiency import peak_of
@@ -157,3 +158,31 @@ def test_reading_the_loss_late_does_not_wait_for_what_was_queued_after_it() -> N
     assert told.value() == 3.0
     assert not end.query()
     torch.cuda.synchronize()
+
+
+# ---- CUDA graphs --------------------------------------------------------------------------------------------------------------------------
+
+GEM = [
+    "model.name=gem", "model.options.dim=32", "model.options.layers=2", "model.options.tokens=8", "model.options.sequence={dim=32, heads=2}",
+    "data.options.rows=1600", "data.batch_size=32", "train.log_every=1", "train.epochs=1",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("blocks", ["off", "default"])
+def test_graphs_follow_the_curve_without_them(tmp_path: Path, blocks: str) -> None:
+    """Batches of all sizes, some beyond the largest capacity, the last one short."""
+    plain = ["run.device=cuda", f"compile.blocks={blocks}", *GEM]
+    train(load_config("toy", [*plain, f"run.out='{tmp_path / 'plain'}'"]))
+    summary = train(load_config("toy", [*plain, "compile.graphs=3", f"run.out='{tmp_path / 'graphs'}'"]))
+    assert losses(tmp_path / "graphs") == pytest.approx(losses(tmp_path / "plain"), rel=CURVE)
+    assert summary["graphs"]["graphs"] >= 1
+    assert summary["graphs"]["replayed"] >= 20
+    assert sum(summary["graphs"].values()) - summary["graphs"]["graphs"] == summary["steps"]
+
+
+def test_planted_fault_a_graph_that_is_not_replayed_leaves_the_curve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", lambda self: None)
+    train(load_config("toy", ["run.device=cuda", *GEM, f"run.out='{tmp_path / 'plain'}'"]))
+    with suppress(RunFailed):  # what nobody has computed may be no number
+        train(load_config("toy", ["run.device=cuda", *GEM, "compile.graphs=3", f"run.out='{tmp_path / 'graphs'}'"]))
+    assert losses(tmp_path / "graphs") != pytest.approx(losses(tmp_path / "plain"), rel=CURVE)

@@ -16,6 +16,7 @@ from gem_core.bench.roofline import finish
 from gem_core.bench.step import take, works_of
 from gem_core.bench.timeline import CATEGORIES, GAPS, LOOKED_UP, OP, attribute, segments
 from gem_core.ops.slot import kernel_slots
+from gem_core.spec import RequestError
 
 WINDOW = "gem: profiled steps"
 _INK = "#334155"
@@ -53,8 +54,11 @@ def profile_steps(run: Any, *, steps: int, warmup: int) -> Breakdown:
         run: composed for training (``gem_core.train.compose.Run``), on any number of ranks; every rank does the same and learns its own figures.
 
     Raises:
+        RequestError: forward and backward are CUDA graphs.
         RunFailed: as training does.
     """
+    if run.learner.graphs is not None:
+        raise RequestError("a breakdown with compile.graphs", "what a CUDA graph computes goes by no operator's name", "Leave compile.graphs at 0.")
     device, works = run.world.device, works_of(run)
 
     def go(count: int) -> None:

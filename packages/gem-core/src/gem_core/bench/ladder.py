@@ -14,6 +14,7 @@ from gem_core.plugins import host
 from gem_core.plugins.nearest import nearest
 from gem_core.spec import GemError, RequestError
 from gem_core.train.compose import Run, preview
+from gem_core.train.graphs import check_recordable
 
 _OTHERS = tuple(op.name for op in BASELINE_OPS if op.name not in ATTENTION)
 _UNFUSED = {"reference", "padded", "bucketed"}
@@ -66,6 +67,14 @@ def _no_balance(run: Run) -> list[str]:
     return [] if "balance" in source_options(run.config.data.source) else [f"the data source {run.config.data.source!r} has no option balance"]
 
 
+def _not_recordable(run: Run) -> list[str]:
+    try:
+        check_recordable(run.world, run.precision, run.config)
+    except RequestError as error:
+        return [error.so]
+    return []
+
+
 def _nothing_low(run: Run) -> list[str]:
     if any("fp8" in decision.format for decision in run.decisions):
         return []
@@ -104,9 +113,15 @@ RUNGS = (
     Rung(name="balanced", summary="batches of nearly equal cost", options=("balance=lpt",), cannot=_no_balance),
     Rung(name="overlapped", summary="data read and ids sent while a step computes", changes=("train.ahead=true",), options=("workers=2",)),
     Rung(
+        name="graphed",
+        summary="forward and backward as CUDA graphs",
+        changes=("compile.graphs=4",),
+        cannot=_not_recordable,
+    ),
+    Rung(
         name="fp8",
-        summary="linear layers in FP8 where native kernels compute it",
-        changes=("precision.recipe=fp8_block", "precision.options={emulate = false}"),
+        summary="linear layers in FP8 where native kernels compute it, without graphs",
+        changes=("compile.graphs=0", "precision.recipe=fp8_block", "precision.options={emulate = false}"),
         cannot=_nothing_low,
     ),
 )

@@ -81,7 +81,7 @@ def measure_steps(run: Run, *, steps: int, warmup: int, told: Callable[[int], No
     """Take ``warmup`` steps and then ``steps`` measured ones, over as many epochs as that takes.
 
     A step that compiles is none to be measured: the warm-up goes on until ``SETTLED`` steps have compiled nothing, and begins again when a measured
-    one does. After ``warmup + steps`` steps whatever comes is measured. The note says so.
+    one does. After ``warmup + steps`` steps whatever comes is measured. The note says so. Where graphs are asked for, they are recorded first.
 
     Args:
         run: composed for training; it is not closed, evaluated or saved.
@@ -94,7 +94,7 @@ def measure_steps(run: Run, *, steps: int, warmup: int, told: Callable[[int], No
     """
     walk, most = _Walk(run, told, scored=range(warmup, warmup + steps)), warmup + steps
     run.ledger.begin(0)
-    while walk.taken < warmup:
+    while walk.taken < warmup or walk.surveys:
         walk.step()
     window = None
     while window is None:
@@ -122,6 +122,12 @@ class _Walk:
     @property
     def unsettled(self) -> bool:
         return self.compiled > 0 and self.taken - self.compiled < SETTLED
+
+    @property
+    def surveys(self) -> bool:
+        """Whether graphs are still to be recorded."""
+        graphs = self.run.learner.graphs
+        return graphs is not None and not graphs.recorded
 
     def step(self) -> Work:
         graphs = self.run.compiled.graphs
@@ -173,9 +179,15 @@ class _Window:
 
 
 def _note(walk: _Walk, window: _Window, warmup: int) -> str:
+    said = []
     if walk.compiled > window.before:
-        return f"compiled up to measured step {walk.compiled - window.before}: no figure of a settled run"
-    return f"warm-up of {window.before} steps, as step {walk.compiled} compiled" if window.before > warmup else ""
+        said.append(f"compiled up to measured step {walk.compiled - window.before}: no figure of a settled run")
+    elif window.before > warmup and walk.compiled:
+        said.append(f"warm-up of {window.before} steps, as step {walk.compiled} compiled")
+    if walk.run.learner.graphs is not None:
+        told = walk.run.learner.graphs.told()
+        said.append(f"{told['graphs']} capacities recorded, {told['replayed']} of {walk.taken} steps replayed, warm-up of {window.before}")
+    return "; ".join(said)
 
 
 def works_of(run: Run) -> Iterator[tuple[Feed, Work]]:

@@ -120,6 +120,10 @@ class CompileSection(Section):
         default="auto", description="auto compiles for the first batch's sizes, then for any; always for any from the start"
     )
     recompiles: Positive = Field(default=8, description="compilations of a block, after which the next one ends the run")
+    graphs: Count = Field(
+        default=0,
+        description="CUDA graphs of forward and backward, for so many capacities at most, chosen by the sizes of the first batches; 0 is off",
+    )
 
 
 class OptimSection(Section):

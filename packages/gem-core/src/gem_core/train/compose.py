@@ -50,6 +50,7 @@ from gem_core.train.checkpoint.saved import Saved, find_checkpoint
 from gem_core.train.checkpoint.saver import Saver
 from gem_core.train.compiled import Compiled, compiled_blocks
 from gem_core.train.efficiency import Peak, peak_of, tf32_as_before
+from gem_core.train.graphs import GraphedLoss, Recorder, check_recordable
 from gem_core.train.ids.layout import with_rows
 from gem_core.train.ids.managed import ManagedIds
 from gem_core.train.ids.saving import restore_ids, rules_for
@@ -61,7 +62,8 @@ from gem_core.train.materialise import fill_weights
 from gem_core.train.metrics import StreamMetrics
 from gem_core.train.optim import AveragedWeights, adamw
 from gem_core.train.progress import Progress
-from gem_core.train.step import Learner
+from gem_core.train.static_inputs import Extents
+from gem_core.train.step import Learner, scored_loss
 from gem_core.train.world import World, close_world, open_world, torchrun_ranks
 
 log = logging.getLogger("gem_core.train")
@@ -247,6 +249,8 @@ def _kernels_bound(run: Run) -> None:
 
 
 def _compile(run: Run) -> None:
+    if run.config.compile.graphs:
+        check_recordable(run.world, run.precision, run.config)
     if run.config.compile.blocks != "off":
         run.compiled = run.enter(compiled_blocks(run.model, run.config.compile, run.schema))
 
@@ -268,6 +272,23 @@ def _optimisers(run: Run) -> None:
         average=run.average,
         stream=StreamMetrics(run.schema.tasks, run.world.device),
         delaying=[strategy for _, _, strategy in run.strategies if isinstance(strategy, DelaysReduction)],
+    )
+    if run.config.compile.graphs:
+        run.learner.graphs = graphs_of(run, count=run.config.compile.graphs)
+
+
+def graphs_of(run: Run, *, count: int, recorder: Recorder | None = None) -> GraphedLoss:
+    """What computes the loss of a run by ``count`` recordings."""
+    return GraphedLoss(
+        loss_of=partial(scored_loss, run.dense, run.schema.tasks),
+        context=partial(run.precision.forward_context, run.world.device.type),
+        parameters=list(run.model.parameters()),
+        extents=Extents(run.schema, frozenset(feature for table in run.tables if table.pooling != "none" for feature in table.features)),
+        tasks=run.schema.tasks,
+        rows=run.config.data.batch_size,
+        count=count,
+        accumulates=run.config.optim.accumulate > 1,
+        recorder=recorder,
     )
 
 

@@ -97,6 +97,7 @@ def summary(run: Run, done: Evaluation) -> dict[str, Any]:
         "mfu": rates["mfu"],
         "first_step_seconds": run.first_step_seconds,
         "compile": run.compiled.told(),
+        "graphs": {} if run.learner.graphs is None else run.learner.graphs.told(),
         "kernels": run.kernels,
         "seed": run.config.run.seed,
         "baseline": {name: {key: tasks[first].get(key) for key in ("auc", "ne")} for name, tasks in baselines.items() if first in tasks},

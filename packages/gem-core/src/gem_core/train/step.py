@@ -15,6 +15,7 @@ from gem_core.spec import ChangingPrecision, DelaysReduction, Embeddings, HoldsW
 from gem_core.train.ahead import Ahead
 from gem_core.train.diagnose import non_finite
 from gem_core.train.feed import Work
+from gem_core.train.graphs import GraphedLoss
 from gem_core.train.labels import observed, row_weights
 from gem_core.train.ledger.clock import BACKWARD, COPY, FORWARD, OPTIMISER, TABLES
 from gem_core.train.metrics import StreamMetrics, stream_sums
@@ -54,6 +55,8 @@ class Learner:
     average: AveragedWeights | None
     stream: StreamMetrics
     delaying: Sequence[DelaysReduction] = ()
+    graphs: GraphedLoss | None = None
+    """Computes forward, loss and backward by CUDA graphs, where ``compile.graphs`` asks for it."""
     unread: Callable[[], float] | None = None
     """Gives the last step's norm of gradients, which nobody has looked at; see ``settle``."""
     ahead: Ahead = field(init=False)
@@ -117,8 +120,8 @@ def train_step(
             with phase(FORWARD), learner.precision.forward_context(world.device.type):
                 embedded = learner.embeddings(ready.batch.ids if ready.ids is None else ready.ids)
             high = _high_sums(learner, ready.batch, embedded, work.weights) if paired else None
-            with phase(FORWARD), learner.precision.forward_context(world.device.type):
-                loss, sums = batch_loss(score(learner.dense, ready.batch, embedded, learner.tasks), ready.batch, learner.tasks, work.weights)
+            with phase(FORWARD):
+                loss, sums = _loss(learner, ready.batch, embedded, work.weights)
             if high is not None:
                 pairs.append(torch.stack([high, sums]))
             told.append(Told(loss))
@@ -140,6 +143,15 @@ def train_step(
         with phase(OPTIMISER):
             learner.average.update()
     return StepResult(loss=sum(float(loss.value()) for loss in told), norm=norm, pairs=torch.stack(pairs).sum(0).cpu() if pairs else None)
+
+
+def _loss(learner: Learner, batch: Batch, embedded: Mapping[str, Tensor], weights: Tensor) -> tuple[Tensor, Tensor]:
+    """``batch_loss`` of a batch that is scored now."""
+    scales = loss_scales(learner.tasks, weights)
+    if learner.graphs is not None:
+        return learner.graphs(batch, embedded, scales)
+    with learner.precision.forward_context(learner.world.device.type):
+        return scored_loss(learner.dense, learner.tasks, batch, embedded, scales)
 
 
 def settle(learner: Learner) -> None:
@@ -274,13 +286,28 @@ def batch_loss(logits: Mapping[str, Tensor], batch: Batch, tasks: Sequence[Task]
     Returns:
         The loss (0-d, with gradient), and ``[tasks, 4]`` sums for ``StreamMetrics``.
     """
+    return _scaled_loss(logits, batch, tasks, loss_scales(tasks, weights))
+
+
+def loss_scales(tasks: Sequence[Task], weights: Tensor) -> list[float]:
+    """The factor of each task's sum of weighted losses: ``task.weight / weights[task]``, 0 for a task whose weights sum to 0."""
+    return [task.weight / denominator if denominator > 0 else 0.0 for task, denominator in zip(tasks, weights.tolist(), strict=True)]
+
+
+def scored_loss(
+    dense: nn.Module, tasks: Sequence[Task], batch: Batch, embedded: Mapping[str, Tensor], scales: Sequence[float] | Tensor
+) -> tuple[Tensor, Tensor]:
+    """What ``batch_loss`` gives for the ``score`` of a batch, by factors ``[tasks]`` of the tasks, which may lie on the device."""
+    return _scaled_loss(score(dense, batch, embedded, tasks), batch, tasks, scales)
+
+
+def _scaled_loss(logits: Mapping[str, Tensor], batch: Batch, tasks: Sequence[Task], scales: Sequence[float] | Tensor) -> tuple[Tensor, Tensor]:
     masks = observed(batch, tasks)
     parts, sums = [], []
-    for task, denominator in zip(tasks, weights.tolist(), strict=True):
+    for task, scale in zip(tasks, scales, strict=True):
         x, mask = logits[task.name], masks[task.name]
         weight = torch.where(mask, row_weights(batch, task.name), 0.0).to(x.dtype)
         label = torch.where(mask, batch.labels[task.name], 0.0).to(x.dtype)  # a label means nothing where it is masked out
-        scale = task.weight / denominator if denominator > 0 else 0.0
         parts.append(scale * (weight * binary_cross_entropy_with_logits(x, label, reduction="none")).sum())
         sums.append(stream_sums(x, label, weight))
     return torch.stack(parts).sum(), torch.stack(sums)
