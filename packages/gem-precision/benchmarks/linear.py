@@ -134,7 +134,7 @@ def fused_errors(rows: int, wide_in: int, wide_out: int) -> dict[str, float]:
     leaf = x.double().requires_grad_()
     F.gelu(leaf).backward(dy.double())
     made = {
-        "norm": (norm_both(x, gamma)[0], F.rms_norm(x.double(), (wide_in,), gamma.double(), 1e-5)),
+        "norm": (norm_both(x, gamma, norm="rms")[0], F.rms_norm(x.double(), (wide_in,), gamma.double(), 1e-5)),
         "activation": (activation_both(x, "gelu"), F.gelu(x.double())),
         "gradient of an activation": (activation_both(x, "gelu", dy), leaf.grad),
     }
@@ -231,15 +231,15 @@ def random(*sizes: int) -> Tensor:
 def passes(rows: int, columns: int) -> list[dict[str, Any]]:
     """Casts alone and fused, beside a copy of the bytes that a cast moves: two read, two written an element."""
     x, dy = random(rows, columns), random(rows, columns)
-    target, gamma = torch.empty_like(x), torch.ones(columns, device=DEVICE)
+    target = torch.empty_like(x)
     moved = 4 * rows * columns
     ways: Ways = {
         "copy": lambda: target.copy_(x),
         "cast": lambda: cast_both(x),
         "cast and column sums": lambda: cast_and_sum(x),
         "cast in squares": lambda: cast_squares(x),
-        "RMS norm and cast": lambda: norm_both(x, gamma),
-        "layer norm and cast": lambda: norm_both(x, gamma, gamma),
+        "RMS norm and cast": lambda: norm_both(x, norm="rms"),
+        "layer norm and cast": lambda: norm_both(x, norm="layer"),
         "SiLU and cast": lambda: activation_both(x, "silu"),
         "GELU and cast": lambda: activation_both(x, "gelu"),
         "gradient of SiLU and cast": lambda: activation_both(x, "silu", dy),
@@ -323,7 +323,7 @@ def fused(rows: int, wide_in: int, wide_out: int) -> list[dict[str, Any]]:
     norms = medians(
         {
             "bf16": lambda: backward(plain_norm(x, first, gamma, bias), wide_grad, *leaves),
-            "fp8_block": lambda: backward(norm_linear(x, first, cast_weight(first.detach()), gamma, bias=bias), wide_grad, *leaves),
+            "fp8_block": lambda: backward(norm_linear(x, first, cast_weight(first.detach()), gamma, bias=bias, norm="rms")[0], wide_grad, *leaves),
         }
     )
     pairs = medians(

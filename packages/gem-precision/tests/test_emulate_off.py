@@ -3,12 +3,15 @@
 from dataclasses import replace
 
 import pytest
+import torch
 from torch import nn
 
+from gem_core.ops.slot import KernelSlot
 from gem_core.spec import RequestError
 from gem_precision import backends
 from gem_precision.linear import rule_of
 from gem_precision.recipes.low_precision import fp8_block, fp8_rowwise, fp8_square, mxfp8
+from gem_precision.sites import sites
 
 
 def model() -> nn.Module:
@@ -81,3 +84,74 @@ def test_a_recipe_without_a_native_backend_says_so() -> None:
 def test_what_no_native_backend_does_is_refused(options: dict[str, object]) -> None:
     with pytest.raises(RequestError, match="native backends round to nearest"):
         fp8_block(emulate=False, **options)
+
+
+class Normed(nn.Module):
+    """A norm and a matrix in one kernel, as pre-norm layers begin with."""
+
+    def __init__(self, inputs: int, outputs: int, where: str = "before", matrices: int = 1) -> None:
+        super().__init__()
+        for number in range(matrices):
+            self.register_parameter(f"weight{number}", nn.Parameter(torch.empty(outputs, inputs, device="meta")))
+        self.bias = nn.Parameter(torch.empty(outputs, device="meta"))
+        self.slot = KernelSlot("norm_linear", features=("rms", where, "residual", "return_sum"))
+
+
+def normed_model() -> nn.ModuleDict:
+    return nn.ModuleDict(
+        {
+            "qkv": Normed(1024, 3072),
+            "query": Normed(1024, 1024),
+            "odd": Normed(1000, 4096),
+            "wide": Normed(8192, 4096),
+            "behind": Normed(1024, 3072, "after"),
+            "two": Normed(1024, 3072, matrices=2),
+        }
+    )
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backends, "NORM_BACKENDS", tuple(replace(backend, measured=True) for backend in backends.NORM_BACKENDS))
+
+
+@pytest.mark.parametrize(("recipe", "name"), [(fp8_block, "fp8_block_native"), (fp8_square, "fp8_square_native")])
+def test_a_norm_and_its_matrix_are_native_where_they_gain(hopper: None, measured: None, recipe, name: str) -> None:
+    net = normed_model()
+    decisions = {d.module: d for d in recipe(emulate=False, islands=()).prepare(net, "cuda")}
+    assert {key: module.slot.asked for key, module in net.items()} == {key: name if key == "qkv" else None for key in net}
+    assert decisions["qkv"].format.startswith("fp8_e4m3_")
+    assert f"by the kernel backend {name!r}" in decisions["qkv"].reason
+    reasons = {
+        "query": "a matrix of 1024 x 1024 is no faster than in bfloat16",
+        "odd": "1000 inputs are no multiple of 128",
+        "wide": "8192 inputs are more than 4096",
+        "behind": "nothing computes it natively",
+        "two": "nothing computes it natively",
+    }
+    for key, reason in reasons.items():
+        assert decisions[key].format == "bf16"
+        assert reason in decisions[key].reason, key
+
+
+def test_a_norm_and_its_matrix_stay_high_off_hopper_and_in_a_recipe_without_a_kernel(measured: None) -> None:
+    for recipe, reason in ((fp8_block, "its products need the FP8 tensor cores"), (mxfp8, "there is no native one")):
+        net = normed_model()
+        decisions = {d.module: d for d in recipe(emulate=False, islands=()).prepare(net, "cpu")}
+        assert reason in decisions["qkv"].reason
+        assert net["qkv"].slot.asked is None
+
+
+def test_who_names_the_backend_of_linear_layers_names_none_of_a_norm_and_its_matrix(hopper: None, measured: None) -> None:
+    net = nn.ModuleDict({"plain": nn.Linear(512, 512), "query": Normed(1024, 1024)})
+    decisions = {d.module: d for d in fp8_block(emulate=False, linear="fp8_block_native", islands=()).prepare(net, "cuda")}
+    assert rule_of(net["plain"]) is not None
+    assert "no faster than in bfloat16" in decisions["query"].reason
+
+
+def test_matrices_of_sites() -> None:
+    found = {site.name: (site.normed, site.matrix, site.width) for site in sites(normed_model())}
+    assert found["qkv"] == (True, (3072, 1024), 1024)
+    assert found["behind"] == (False, (3072, 1024), 1024)
+    assert found["two"] == (True, None, 1024)
+    assert {site.matrix for site in sites(nn.Sequential(nn.Linear(3, 5)))} == {(5, 3)}

@@ -18,9 +18,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-TYPES = dict(x="*bf16", dy="*bf16", dx="*bf16", out="*fp8e4nv", turned="*i32", ready="*i32", eps="fp32", left="tensordesc<fp8e4nv[128, 128]>",
-             right="tensordesc<fp8e4nv[128, 128]>")
-NUMBERS = "rows columns padded stride x_stride dy_stride chunks blocks share ahead".split()
+TYPES = dict(x="*bf16", branch="*bf16", total="*bf16", dy="*bf16", more="*bf16", dx="*bf16", out="*fp8e4nv", turned="*i32", ready="*i32",
+             eps="fp32", left="tensordesc<fp8e4nv[128, 128]>", right="tensordesc<fp8e4nv[128, 128]>")
+NUMBERS = "rows columns padded stride branch_stride x_stride dy_stride chunks blocks share ahead".split()
 
 def build(module, kernel, constants, types, limit):
     fn = getattr(import_module("gem_precision.kernels." + module), kernel)
@@ -115,8 +115,11 @@ def test_products_use_fp8_tensor_cores_and_bulk_copies():
 
 @pytest.mark.slow
 def test_fused_kernels_leave_room_for_two_programs_a_multiprocessor():
+    plain = {"gamma": None, "beta": None, "LAYER": True, "STAGES": 3}
     kernels = build(
-        ("norm", "norm_kernel", {"LAYER": True, "STAGES": 3}, {}, 128),
+        ("norm", "norm_kernel", {**plain, "branch": None, "total": None, "SQUARE": False, "WIDE": 512}, {}, 128),
+        ("norm", "norm_kernel", {**plain, "SQUARE": False, "WIDE": 256}, {}, 128),
+        ("norm", "norm_kernel", {**plain, "SQUARE": True, "WIDE": 256}, {}, 128),
         ("activation", "activation_kernel", {"NAME": "gelu", "GRAD": True}, {}, 128),
         ("activation", "activation_kernel", {"NAME": "gelu", "GRAD": False}, {}, 128),
     )
@@ -126,15 +129,17 @@ def test_fused_kernels_leave_room_for_two_programs_a_multiprocessor():
         assert kernel["registers"] <= 128
         assert kernel["spilled"] <= 64
         assert kernel["shared"] <= 227 * 1024 // 2
-    norm = kernels[0]["ptx"]
-    assert "cp.async.cg.shared.global" in norm  # statistics are computed while the next tiles come
-    assert "atom.global.gpu.release" in norm
+    for norm in kernels[:3]:
+        assert norm["spilled"] == 0
+        assert "cp.async.cg.shared.global" in norm["ptx"]  # statistics are computed while the next tiles come
+        assert "atom.global.gpu.release" in norm["ptx"]
 
 
 @pytest.mark.slow
 def test_the_gradient_of_a_norm_fits_at_every_width():
-    constants = ({"LAYER": True, "ROWS": max(1, 16 * 512 // width), "WIDTH": width} for width in (128, 4096))
-    for kernel in build(*(("norm", "norm_grad_kernel", fixed, {}, None) for fixed in constants)):
+    gained = [{"LAYER": True, "ROWS": 8192 // width, "WIDTH": width} for width in (128, 4096)]
+    plain = [{"gamma": None, "sums": None, "LAYER": True, "ROWS": 4096 // width, "WIDTH": width} for width in (128, 4096)]
+    for kernel in build(*(("norm", "norm_grad_kernel", fixed, {}, None) for fixed in gained + plain)):
         assert kernel["spilled"] == 0
 
 

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from gem_precision.kernels.activation import activate, activation_both
-from gem_precision.kernels.cast import cast_weight
+from gem_precision.kernels.cast import cast_squares, cast_weight
 from gem_precision.kernels.layers import mlp, norm_linear
 from gem_precision.kernels.norm import norm_both, norm_grad
 
@@ -58,18 +58,22 @@ def data(rows, columns, seed=0, offset=0.0):
     return x.to(DEVICE)
 
 
-def normed(x, gamma, beta, eps=1e-5):
-    x = x.double()
-    if beta is not None:
-        return F.layer_norm(x, x.shape[1:], gamma.double(), beta.double(), eps)
-    return x / (x.square().mean(1, keepdim=True) + eps).sqrt() * gamma.double()
+def kind(layer):
+    return "layer" if layer else "rms"
+
+
+def normed(x, gamma=None, beta=None, eps=1e-5, *, layer=False):
+    x, gamma, beta = (None if t is None else t.double() for t in (x, gamma, beta))
+    if layer or beta is not None:
+        return F.layer_norm(x, x.shape[1:], gamma, beta, eps)
+    return F.rms_norm(x, x.shape[1:], gamma, eps)
 
 
 @pytest.mark.parametrize("layer", [True, False], ids=["layer", "rms"])
 @pytest.mark.parametrize(("rows", "columns"), [(1, 128), (130, 384), (128, 256), (33, 640)])
 def test_case_G11_a_norm_writes_its_operand_and_its_statistics(rows, columns, layer):
     x, gamma, beta = data(rows, columns, 1), 1 + data(1, columns, 2)[0] / 16, data(1, columns, 3)[0] / 8 if layer else None
-    both, means, inverses = norm_both(x, gamma, beta)
+    both, _, means, inverses = norm_both(x, gamma, beta, norm=kind(layer))
     holds(both, normed(x, gamma, beta))
     mean = x.double().mean(1) if layer else torch.zeros(rows, device=DEVICE)
     assert torch.allclose(means, mean.float(), rtol=1e-5, atol=1e-6)
@@ -77,11 +81,44 @@ def test_case_G11_a_norm_writes_its_operand_and_its_statistics(rows, columns, la
     assert torch.allclose(inverses, (variance + 1e-5).rsqrt().float(), rtol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("layer", [True, False], ids=["layer", "rms"])
+@pytest.mark.parametrize(("rows", "columns"), [(1, 128), (130, 384), (33, 640)])
+def test_case_G11_a_norm_adds_a_branch_as_it_reads(monkeypatch, rows, columns, layer, dtype):
+    """The bits are those of the norm of the sum, rounded first: statistics and tiles read the same numbers."""
+    wide = torch.full((2 * rows, 2 * columns), float("nan"), dtype=dtype, device=DEVICE)
+    wide[::2, :columns] = data(rows, columns, 1).to(dtype)
+    x, branch = wide[::2, :columns], data(rows, columns, 2).to(dtype)
+    got = norm_both(x, norm=kind(layer), branch=branch)
+    monkeypatch.setattr("gem_precision.kernels.norm.WIDE", 256)  # as with a branch
+    wanted = norm_both(x + branch, norm=kind(layer))
+    assert torch.equal(got[1], x + branch)
+    for left, right in zip(operands(got[0]) + got[2:], operands(wanted[0]) + wanted[2:], strict=True):
+        assert torch.equal(left, right)
+
+
+def operands(both):
+    return tuple(part for side in (both.along, both.turned) for part in (side.elements.float(), side.scales))
+
+
+@pytest.mark.parametrize("layer", [True, False], ids=["layer", "rms"])
+@pytest.mark.parametrize(("rows", "columns"), [(1, 128), (130, 384), (513, 256)])
+def test_case_G11_a_norm_writes_squares(rows, columns, layer):
+    """Those of a cast of what it gives, up to last bits of the norm."""
+    x, branch = data(rows, columns, 1), data(rows, columns, 2)
+    got, wanted = norm_both(x, norm=kind(layer), branch=branch, square=True)[0], cast_squares(normed(x + branch, layer=layer).float())
+    assert got.along.elements.shape == (-(-rows // 512) * 512, columns)
+    for left, right in ((got.along, wanted.along), (got.turned, wanted.turned)):
+        assert left.square == right.square
+        assert torch.equal(left.scales, right.scales)
+        assert (left.elements.float() != right.elements.float()).float().mean() <= 0.002
+
+
 def test_what_a_strip_of_rows_gives_does_not_hang_on_how_far_its_statistics_run_ahead(monkeypatch):
     x, gamma = data(700, 128, 1), 1 + data(1, 128, 2)[0] / 16  # six strips
-    wide = norm_both(x, gamma, gamma)
+    wide = norm_both(x, gamma, gamma, norm="layer")
     monkeypatch.setattr("gem_precision.kernels.norm.AHEAD", 1)
-    narrow = norm_both(x, gamma, gamma)
+    narrow = norm_both(x, gamma, gamma, norm="layer")
     for a, b in zip(wide, narrow, strict=True):
         pairs = [(a, b)] if isinstance(a, torch.Tensor) else [(a.along.dequantize(), b.along.dequantize()), (a.turned.scales, b.turned.scales)]
         assert all(torch.equal(left, right) for left, right in pairs)
@@ -93,7 +130,7 @@ def test_what_a_strip_of_rows_gives_does_not_hang_on_how_far_its_statistics_run_
 @pytest.mark.parametrize(("rows", "columns"), [(200_000, 512), (65_537, 1024), (20_000, 4096)])
 def test_tiles_find_the_statistics_of_their_rows_when_many_programs_run_at_once(rows, columns):
     x = (torch.randn(rows, columns, device="cuda") * torch.logspace(-6, 6, rows, device="cuda")[:, None]).bfloat16()
-    both, _, inverses = norm_both(x, torch.ones(columns, device="cuda"), eps=0.0)
+    both, _, _, inverses = norm_both(x, norm="rms", eps=0.0)
     assert torch.allclose(inverses, x.float().square().mean(1).rsqrt(), rtol=1e-4)
     rows_of_one = both.along.dequantize()[:rows].square().mean(1)  # each row is normed by its own statistics, or far off
     assert ((rows_of_one - 1).abs() < 0.05).all()
@@ -102,7 +139,7 @@ def test_tiles_find_the_statistics_of_their_rows_when_many_programs_run_at_once(
 def test_statistics_survive_a_large_mean():
     """A sum of squares minus the square of the sum would have no digit left."""
     x = data(4, 256, 1, offset=1e4)
-    _, means, inverses = norm_both(x, torch.ones(256, device=DEVICE), torch.zeros(256, device=DEVICE))
+    _, _, means, inverses = norm_both(x, norm="layer")
     assert torch.allclose(means, x.double().mean(1).float(), rtol=1e-6)
     assert torch.allclose(inverses, (x.double().var(1, correction=0) + 1e-5).rsqrt().float(), rtol=1e-3)
 
@@ -114,23 +151,45 @@ def test_case_G11_the_gradients_of_a_norm(rows, columns, layer):
     dy = data(rows, columns, 4)
     leaves = [t.double().requires_grad_() for t in (x, gamma, *([beta] if layer else []))]
     normed(leaves[0], leaves[1], leaves[2] if layer else None).backward(dy.double())
-    _, means, inverses = norm_both(x, gamma, beta)
-    got = norm_grad(x, dy, gamma, means, inverses, norm="layer" if layer else "rms")
+    _, _, means, inverses = norm_both(x, gamma, beta, norm=kind(layer))
+    got = norm_grad(x, dy, gamma, means, inverses, norm=kind(layer))
     for grad, leaf in zip(got, leaves, strict=False):
         assert torch.allclose(grad.double(), leaf.grad, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("layer", [True, False], ids=["layer", "rms"])
+@pytest.mark.parametrize(("rows", "columns"), [(1, 128), (37, 384), (9, 4096)])
+def test_case_G11_the_gradient_of_a_norm_without_a_gain_and_with_one_of_the_sum(rows, columns, layer):
+    x, dy, more = (data(rows, columns, seed) for seed in (1, 2, 3))
+    leaf = x.double().requires_grad_()
+    normed(leaf, layer=layer).backward(dy.double())
+    _, _, means, inverses = norm_both(x, norm=kind(layer))
+    alone, *columns_of = norm_grad(x, dy, None, means, inverses, norm=kind(layer))
+    assert columns_of == [None, None]
+    assert torch.allclose(alone.double(), leaf.grad, rtol=1e-4, atol=1e-4)
+    both, *_ = norm_grad(x, dy, None, means, inverses, norm=kind(layer), more=more.T.contiguous().T)
+    assert torch.allclose(both, alone + more, rtol=1e-6, atol=1e-6)
+
+
 def test_norms_of_nothing_and_of_what_does_not_fit():
     none = torch.zeros(0, 256, device=DEVICE)
-    both, means, inverses = norm_both(none, torch.ones(256, device=DEVICE))
+    both, _, means, inverses = norm_both(none, norm="rms")
     assert both.turned.elements.shape == (256, 0)
     dx, by_gamma, _ = norm_grad(none, none, torch.ones(256, device=DEVICE), means, inverses, norm="rms")
     assert dx.shape == (0, 256)
     assert not by_gamma.any()
     with pytest.raises(RequestError, match="gamma is"):
-        norm_both(torch.ones(2, 256, device=DEVICE), torch.ones(128, device=DEVICE))
+        norm_both(torch.ones(2, 256, device=DEVICE), torch.ones(128, device=DEVICE), norm="rms")
     with pytest.raises(RequestError, match="multiple of 128"):
-        norm_both(torch.ones(2, 100, device=DEVICE), torch.ones(100, device=DEVICE))
+        norm_both(torch.ones(2, 100, device=DEVICE), norm="rms")
+    x = torch.ones(2, 256, device=DEVICE)
+    with pytest.raises(RequestError, match="RMS norm has no beta"):
+        norm_both(x, x[0], x[0], norm="rms")
+    for branch in (x[:1], x.half()):
+        with pytest.raises(RequestError, match="of one shape and dtype"):
+            norm_both(x, norm="rms", branch=branch)
+    with pytest.raises(RequestError, match="lie next to each other"):
+        norm_both(x, norm="rms", branch=torch.ones(256, 2, device=DEVICE).T)
     wide = torch.ones(1, 8192, device=DEVICE)
     with pytest.raises(RequestError, match="at most 4096"):
         norm_grad(wide, wide, wide[0], means, inverses, norm="rms")
@@ -215,7 +274,7 @@ def test_case_G11_a_norm_before_a_linear_layer(own, layer):
     leaves = [t.clone().requires_grad_() for t in (x, weight, gamma, *([data(1, 256, 4)[0] / 8] if layer else []))]
     exact = [t.detach().double().requires_grad_() for t in leaves]
     grad = data(130, 128, 5)
-    out = norm_linear(leaves[0], leaves[1], cast_weight(weight), *leaves[2:])
+    out, _ = norm_linear(leaves[0], leaves[1], cast_weight(weight), *leaves[2:], norm=kind(layer))
     out.backward(grad.to(out.dtype))
     wanted = normed(exact[0], exact[2], exact[3] if layer else None) @ exact[1].T
     wanted.backward(grad.double())

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from gem_core.spec import RequestError
-from gem_precision.emulated import norm_linear__fp8_block as emulated_norm_linear
-from gem_precision.native_ops import norm_linear
+from gem_precision.emulated import norm_linear__fp8_block, norm_linear__fp8_square
+from gem_precision.native_ops import norm_linear, square_norm_linear
 from gem_precision.plugin import gem_kernel_impls
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -50,14 +50,16 @@ def near(got, wanted):
     return float((got.double() - wanted.double()).norm() / wanted.double().norm()) <= ERROR
 
 
+RECIPES = [pytest.param(norm_linear, norm_linear__fp8_block, id="block"), pytest.param(square_norm_linear, norm_linear__fp8_square, id="square")]
 FLAGS = [("rms", False, True), ("rms", True, False), ("layer", False, False), ("layer", True, True)]
 
 
+@pytest.mark.parametrize(("native_op", "emulated_op"), RECIPES)
 @pytest.mark.parametrize("branch", [False, True])
 @pytest.mark.parametrize(("norm", "affine", "biased"), FLAGS)
-def test_case_G11_a_native_norm_linear_is_the_emulated_one(own, norm, affine, biased, branch):
+def test_case_G11_a_native_norm_linear_is_the_emulated_one(own, native_op, emulated_op, norm, affine, biased, branch):
     flags = {"norm": norm, "affine": affine, "biased": biased, "branch": branch}
-    native, wanted = (results(op, 130, 256, 128, **flags) for op in (norm_linear, emulated_norm_linear))
+    native, wanted = (results(op, 130, 256, 128, **flags) for op in (native_op, emulated_op))
     assert native.keys() == wanted.keys()
     for name, got in native.items():
         assert near(got, wanted[name]), name
@@ -67,11 +69,28 @@ def test_case_G11_a_native_norm_linear_is_the_emulated_one(own, norm, affine, bi
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
 @pytest.mark.parametrize(("norm", "affine", "biased"), FLAGS)
 @pytest.mark.parametrize(("rows", "inputs", "outputs"), [(1, 128, 128), (5000, 1024, 3072), (1000, 4096, 512)])
-def test_case_G11_a_native_norm_linear_is_the_emulated_one_at_many_sizes(rows, inputs, outputs, norm, affine, biased):
-    flags = {"norm": norm, "affine": affine, "biased": biased}
-    native, wanted = (results(op, rows, inputs, outputs, **flags) for op in (norm_linear, emulated_norm_linear))
+@pytest.mark.parametrize(("native_op", "emulated_op"), RECIPES)
+def test_case_G11_a_native_norm_linear_is_the_emulated_one_at_many_sizes(native_op, emulated_op, rows, inputs, outputs, norm, affine, biased):
+    flags = {"norm": norm, "affine": affine, "biased": biased, "branch": rows != 1000}
+    native, wanted = (results(op, rows, inputs, outputs, **flags) for op in (native_op, emulated_op))
     for name, got in native.items():
         assert near(got, wanted[name]), name
+
+
+def test_case_G11_a_stream_without_tokens_and_one_whose_branch_nobody_reads(own):
+    """Gradients of the sum alone, of the output alone, and of nothing."""
+    weight = (torch.arange(128 * 128, device=DEVICE).view(128, 128) % 7 / 8).to(DTYPE)
+    for rows in (0, 3):
+        x, residual = (torch.full((rows, 128), value, dtype=DTYPE, device=DEVICE, requires_grad=True) for value in (1.0, 2.0))
+        out, total = norm_linear(x, weight, residual=residual, return_sum=True)
+        assert (out.shape, total.shape) == ((rows, 128), (rows, 128))
+        total.backward(torch.full_like(total, 5.0))
+        assert torch.equal(x.grad, torch.full_like(x, 5.0))
+        assert torch.equal(residual.grad, x.grad)
+        single = torch.ones(rows, 128, dtype=DTYPE, device=DEVICE, requires_grad=True)
+        alone = norm_linear(single, weight)
+        alone.sum().backward()
+        assert torch.isfinite(single.grad).all()
 
 
 def test_what_its_kernel_does_not_compute_is_refused_before_any_work():
@@ -84,7 +103,8 @@ def test_what_its_kernel_does_not_compute_is_refused_before_any_work():
 
 
 def test_it_is_declared_for_hopper_and_bfloat16_alone():
-    (native,) = [impl for impl in gem_kernel_impls() if impl.backend == "fp8_block_native"]
-    assert (native.devices, native.dtypes, native.min_arch, native.max_arch) == (("cuda",), ("bf16",), 90, 90)
-    assert native.resolve() is norm_linear
-    assert "after" not in native.features
+    natives = [impl for impl in gem_kernel_impls() if impl.backend in ("fp8_block_native", "fp8_square_native")]
+    for native in natives:
+        assert (native.devices, native.dtypes, native.min_arch, native.max_arch) == (("cuda",), ("bf16",), 90, 90)
+        assert "after" not in native.features
+    assert [native.resolve() for native in natives] == [norm_linear, square_norm_linear]

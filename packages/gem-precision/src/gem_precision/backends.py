@@ -52,14 +52,14 @@ class LinearShape:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LinearBackend:
-    """A way to compute the linear layers of a recipe.
+    """A way to compute the linear layers of a recipe, alone or each behind a norm.
 
     Args:
         name: unique.
         recipe: the name in ``PRESETS`` whose numbers it computes.
         load: ``module:function``, called as ``function(x, weight, rule, held, watch, bias)``: ``[rows, in]``, ``[out, in]`` and ``[out]`` or None to
             ``[rows, out]``, with gradients; ``held`` is the ``gem_precision.weights.HeldWeight`` of the layer, ``watch`` as in
-            ``gem_precision.linear.LowForward``.
+            ``gem_precision.linear.LowForward``. Of ``NORM_BACKENDS``: called as the op ``norm_linear``.
         check: ``module:function``, called as ``function(device, shape)`` with a ``Device`` and a ``LinearShape``: the reasons why it cannot be used
             there, none if it can. None for a backend that works everywhere.
         gain: ``module:function``, called as ``check``: the reasons why it would be no faster there than bfloat16, none if it would. They do not keep
@@ -118,6 +118,18 @@ BACKENDS: tuple[LinearBackend, ...] = (
 )
 """Every backend, those of one recipe in the order in which tables show them."""
 
+NORM_BACKENDS: tuple[LinearBackend, ...] = tuple(
+    LinearBackend(
+        name=f"{recipe}_native",
+        recipe=recipe,
+        load=f"gem_precision.native_ops:{function}",
+        check="gem_precision.native_ops:why_not",
+        gain="gem_precision.native_ops:no_gain",
+    )
+    for recipe, function in (("fp8_block", "norm_linear"), ("fp8_square", "square_norm_linear"))
+)
+"""Those of a norm and the linear layer behind it, which one kernel of the op ``norm_linear`` computes: the kernel backends of these names."""
+
 
 def _processor() -> str:
     """The model of the processor, as far as the system tells it."""
@@ -127,9 +139,9 @@ def _processor() -> str:
     return named or platform.processor() or platform.machine()
 
 
-def backends_of(recipe: str) -> list[LinearBackend]:
-    """The backends that compute a recipe's numbers."""
-    return [backend for backend in BACKENDS if backend.recipe == recipe]
+def backends_of(recipe: str, *, normed: bool = False) -> list[LinearBackend]:
+    """The backends that compute a recipe's numbers, of linear layers alone or each behind a norm."""
+    return [backend for backend in (NORM_BACKENDS if normed else BACKENDS) if backend.recipe == recipe]
 
 
 def find_backend(name: str, recipe: str) -> LinearBackend:

@@ -38,18 +38,21 @@ def emulated(recipe: str) -> str:
 @hookimpl
 def gem_kernel_impls() -> Sequence[KernelImpl]:
     return [
-        KernelImpl(
-            op="norm_linear",
-            contract=1,
-            backend="fp8_block_native",
-            load="gem_precision.native_ops:norm_linear",
-            devices=("cuda",),
-            dtypes=("bf16",),
-            min_arch=90,
-            max_arch=90,
-            features=("rms", "layer", "before", "affine", "residual", "return_sum"),
-            requires=("triton",),
-            summary="FP8 products in the formats of fp8_block; the norm writes what they read",
+        *(
+            KernelImpl(
+                op="norm_linear",
+                contract=1,
+                backend=f"{recipe}_native",
+                load=f"gem_precision.native_ops:{function}",
+                devices=("cuda",),
+                dtypes=("bf16",),
+                min_arch=90,
+                max_arch=90,
+                features=("rms", "layer", "before", "affine", "residual", "return_sum"),
+                requires=("triton",),
+                summary=f"FP8 products in the formats of {recipe}; the norm adds a residual and writes what they read",
+            )
+            for recipe, function in (("fp8_block", "norm_linear"), ("fp8_square", "square_norm_linear"))
         ),
         *(
             KernelImpl(

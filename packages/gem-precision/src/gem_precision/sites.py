@@ -35,6 +35,17 @@ class Site:
         return self.slot is not None and self.slot.op != "norm_linear"
 
     @property
+    def normed(self) -> bool:
+        """Whether a norm stands before the matrix, and one kernel computes both."""
+        return self.slot is not None and self.slot.op == "norm_linear" and "before" in self.slot.features
+
+    @property
+    def matrix(self) -> tuple[int, int] | None:
+        """Outputs and inputs of the one matrix that the site multiplies with; None where there are none or several."""
+        found = [(p.shape[0], p.shape[1]) for p in self.module.parameters() if p.dim() == 2]
+        return found[0] if len(found) == 1 else None
+
+    @property
     def width(self) -> int | None:
         """The narrower side of the matrix, or the width of a head; None where neither is known."""
         if self.slot is not None and self.attention:

@@ -17,12 +17,8 @@ from gem_precision.kernels.language import (
     BLOCK,
     MULTIPROCESSORS,
     QUARTER,
-    inverse_scale,
-    largest,
-    scale,
     store_both,
-    store_elements,
-    store_turned,
+    store_square,
     tl,
     triton,
 )
@@ -82,6 +78,17 @@ class Both:
             sides.append(Operand(elements, torch.empty(wide // SIDE, high, device=device).t(), square=False))
         return cls(*sides)
 
+    @classmethod
+    def squares(cls, rows: int, columns: int, device: torch.device, *, each: bool) -> "Both":
+        """Room for ``[rows, columns]`` in 128 x 128 blocks; with ``each`` ``along`` repeats a block's scale for each row, and rows are padded to
+        ``TALL``, as for activations."""
+        multiple = TALL if each else SIDE
+        padded = -(-rows // multiple) * multiple
+        one = torch.empty(columns // SIDE, padded, device=device).t() if each else torch.empty(padded // SIDE, columns // SIDE, device=device)
+        elements, turned = (torch.empty(*size, dtype=torch.float8_e4m3fn, device=device) for size in ((padded, columns), (columns, padded)))
+        turned_scales = torch.empty(columns // SIDE, padded // SIDE, device=device)
+        return cls(Operand(elements, one, square=not each), Operand(turned, turned_scales, square=True))
+
     def words(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """What the kernels write: elements and scales, then those of the transpose, whose elements are words of four."""
         return self.along.elements, self.along.scales, self.turned.elements.view(torch.int32), self.turned.scales
@@ -113,14 +120,7 @@ def cast_both_kernel(x, stride, rows, columns, padded, out, out_scale, turned, t
 
 @triton.jit
 def cast_squares_kernel(x, stride, rows, columns, padded, out, out_scale, turned, turned_scale, EACH: tl.constexpr):
-    """A tile in one block; its transpose crosses shared memory in words, as in ``store_turned``.
-
-    Elements that crossed it one by one (``tl.trans`` of E4M3) came out as other bits on an H200, with Triton 3.6.
-
-    Args:
-        out_scale: ``[padded / 128, columns / 128]``; or with ``EACH``, which repeats a scale for each row, ``[columns / 128, padded]``.
-        turned_scale: ``[columns / 128, padded / 128]``.
-    """
+    """A tile in one block; arguments as ``store_square`` has them."""
     tiles = columns // BLOCK
     row_tile, column_tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
     row = row_tile.to(tl.int64) * BLOCK
@@ -129,18 +129,7 @@ def cast_squares_kernel(x, stride, rows, columns, padded, out, out_scale, turned
     q1 = load_quarter(x, row + 1, column, stride, rows)
     q2 = load_quarter(x, row + 2, column, stride, rows)
     q3 = load_quarter(x, row + 3, column, stride, rows)
-    bits = tl.max(tl.max(largest(q0, q1, q2, q3), 1), 0)
-    factor, power = inverse_scale(bits), scale(bits)
-    store_elements(q0 * factor, out, row, column, columns)
-    store_elements(q1 * factor, out, row + 1, column, columns)
-    store_elements(q2 * factor, out, row + 2, column, columns)
-    store_elements(q3 * factor, out, row + 3, column, columns)
-    store_turned(q0, q1, q2, q3, factor, turned, row, column.to(tl.int64), padded // 4)
-    if EACH:
-        tl.store(out_scale + column_tile.to(tl.int64) * padded + row + tl.arange(0, BLOCK), tl.zeros([BLOCK], tl.float32) + power)
-    else:
-        tl.store(out_scale + row_tile * tiles + column_tile, power)
-    tl.store(turned_scale + column_tile * (padded // BLOCK) + row_tile, power)
+    store_square(q0, q1, q2, q3, row_tile, column_tile, columns, padded, out, out_scale, turned, turned_scale, EACH)
 
 
 def cast_both(x: Tensor, multiple: int = SIDE) -> Both:
@@ -205,7 +194,7 @@ def cast_weight(weight: Tensor) -> Both:
     require_matrix("cast_weight", weight)
     if weight.shape[0] % SIDE:
         raise RequestError("cast_weight", f"the weight has {weight.shape[0]} rows", f"Give a multiple of {SIDE}.")
-    return _squares(weight, weight.shape[0], each=False)
+    return _squares(weight, each=False)
 
 
 def cast_squares(x: Tensor) -> Both:
@@ -219,15 +208,14 @@ def cast_squares(x: Tensor) -> Both:
         RequestError: as ``cast_both``.
     """
     require_matrix("cast_squares", x)
-    return _squares(x, -(-x.shape[0] // TALL) * TALL, each=True)
+    return _squares(x, each=True)
 
 
-def _squares(x: Tensor, padded: int, *, each: bool) -> Both:
-    (rows, columns), device = x.shape, x.device
-    one = torch.empty(columns // SIDE, padded, device=device).t() if each else torch.empty(padded // SIDE, columns // SIDE, device=device)
-    elements, turned = (torch.empty(*size, dtype=torch.float8_e4m3fn, device=device) for size in ((padded, columns), (columns, padded)))
-    both = Both(Operand(elements, one, square=not each), Operand(turned, torch.empty(columns // SIDE, padded // SIDE, device=device), square=True))
+def _squares(x: Tensor, *, each: bool) -> Both:
+    rows, columns = x.shape
+    both = Both.squares(rows, columns, x.device, each=each)
     if x.numel():
+        padded = both.along.elements.shape[0]
         tiles = padded // SIDE * (columns // SIDE)
         cast_squares_kernel[(tiles,)](x, x.stride(0), rows, columns, padded, *both.words(), EACH=each, num_warps=8)
     return both

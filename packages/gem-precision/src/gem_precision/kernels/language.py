@@ -152,3 +152,30 @@ def store_both(q0, q1, q2, q3, row_tile, column_tile, columns, padded, out, out_
     bits = tl.max(largest(q0, q1, q2, q3), 0)
     store_turned(q0, q1, q2, q3, inverse_scale(bits)[None, :], turned, row, column.to(tl.int64), padded // 4)
     tl.store(turned_scale + row_tile.to(tl.int64) * columns + column + tl.arange(0, BLOCK), scale(bits))
+
+
+@triton.jit
+def store_square(q0, q1, q2, q3, row_tile, column_tile, columns, padded, out, out_scale, turned, turned_scale, EACH: tl.constexpr):
+    """A tile in one block; its transpose crosses shared memory in words, as in ``store_turned``.
+
+    Elements that crossed it one by one (``tl.trans`` of E4M3) came out as other bits on an H200, with Triton 3.6.
+
+    Args:
+        q0, q1, q2, q3, row_tile, column_tile, columns, padded, out, turned: as ``store_both`` has them.
+        out_scale: ``[padded / 128, columns / 128]``; or with ``EACH``, which repeats a scale for each row, ``[columns / 128, padded]``.
+        turned_scale: ``[columns / 128, padded / 128]``.
+    """
+    row = row_tile.to(tl.int64) * BLOCK
+    column = column_tile * BLOCK
+    bits = tl.max(tl.max(largest(q0, q1, q2, q3), 1), 0)
+    factor, power = inverse_scale(bits), scale(bits)
+    store_elements(q0 * factor, out, row, column, columns)
+    store_elements(q1 * factor, out, row + 1, column, columns)
+    store_elements(q2 * factor, out, row + 2, column, columns)
+    store_elements(q3 * factor, out, row + 3, column, columns)
+    store_turned(q0, q1, q2, q3, factor, turned, row, column.to(tl.int64), padded // 4)
+    if EACH:
+        tl.store(out_scale + column_tile.to(tl.int64) * padded + row + tl.arange(0, BLOCK), tl.zeros([BLOCK], tl.float32) + power)
+    else:
+        tl.store(out_scale + row_tile * (columns // BLOCK) + column_tile, power)
+    tl.store(turned_scale + column_tile * (padded // BLOCK) + row_tile, power)

@@ -204,20 +204,19 @@ class LowPrecision(LowSites):
         return super().prepare(model, device_type)
 
     def choose(self, site: Site) -> Lowering | str:
-        layer = site.module if site.slot is None and isinstance(site.module, nn.Linear) else None
-        if self._emulate or (layer is not None and self._backend is not None):
+        plain = site.slot is None and isinstance(site.module, nn.Linear)
+        if self._emulate or (plain and self._backend is not None):
             return Lowering(self._name, self._rule, self._name, self._backend)
-        if layer is None:
+        if site.matrix is None or not (plain or site.normed):
             return "precision.options.emulate is off, and nothing computes it natively"
-        found = self._native(layer)
+        outputs, inputs = site.matrix
+        found = self._native(backends_of(self._name, normed=site.normed), LinearShape(inputs=inputs, outputs=outputs))
         return found if isinstance(found, str) else Lowering(self._name, self._rule, self._name, found)
 
-    def _native(self, layer: nn.Linear) -> LinearBackend | str:
-        """The first native backend that fits a layer here, or why there is none."""
-        device = Device.here(self._device_type)
-        shape = LinearShape(inputs=layer.in_features, outputs=layer.out_features)
-        reasons = []
-        for backend in backends_of(self._name):
+    def _native(self, known: Sequence[LinearBackend], shape: LinearShape) -> LinearBackend | str:
+        """The first native backend that fits a matrix here, or why there is none."""
+        device, reasons = Device.here(self._device_type), []
+        for backend in known:
             if not backend.emulated:
                 found = backend.why_not_unasked(device, shape)
                 if not found:
@@ -231,7 +230,7 @@ def _lowered(site: Site, how: Lowering, device_type: str) -> PrecisionDecision:
         by = "emulated" if how.backend is None else f"by {how.backend.name!r}"
         lower(site.module, how.rule, _multiply(site, how.backend, device_type))
         return PrecisionDecision(module=site.name, format=how.rule.label, reason=f"{how.reason}, {by}; weights are kept in float32")
-    site.slot.asked = emulated(how.preset)
+    site.slot.asked = emulated(how.preset) if how.backend is None else how.backend.name
     return PrecisionDecision(module=site.name, format=how.rule.inputs.name, reason=f"{how.reason}, by the kernel backend {site.slot.asked!r}")
 
 
