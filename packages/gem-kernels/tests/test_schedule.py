@@ -1,6 +1,9 @@
 """Tile lists: every token in exactly one tile, longest first, remembered for the offsets that they were built from and no others."""
 
 import ctypes
+import os
+import subprocess
+import sys
 from contextlib import ExitStack
 from unittest.mock import patch
 
@@ -385,3 +388,34 @@ def test_reserved_sms_are_taken_off():
 def test_reserved_sms_that_leave_none_are_refused(text):
     with pytest.raises(RequestError, match="GEM_RESERVED_SMS"):
         available(text, 132)
+
+
+COMPILE = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from gem_kernels.common import tile_lists
+
+SIZES = {"costs_kernel": {"ROWS": tile_lists.OTHERS}, "order_kernel": {"ROWS": tile_lists.ROWS, "OTHERS": tile_lists.OTHERS},
+         "tiles_kernel": {"SLOTS": tile_lists.SLOTS}}
+WORDS = dict.fromkeys(("own", "other", "q_offsets", "k_offsets", "order", "ends", "costs", "tiles"), "*i64") | {"count": "*i32", "records": "*i32"}
+for name, sizes in SIZES.items():
+    kernel = getattr(tile_lists, name)
+    for missing in ({}, {"own": None}, {"other": None}, {"q_offsets": None}, {"k_offsets": None}):
+        fixed = {**sizes, **missing}
+        if not fixed.keys() <= set(kernel.arg_names):
+            continue
+        signature = {n: "constexpr" if n in fixed else WORDS.get(n, "i32") for n in kernel.arg_names}
+        constants = {(kernel.arg_names.index(n),): value for n, value in fixed.items()}
+        source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
+        compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=dict(num_warps=tile_lists.WARPS))
+        print(name, len(compiled.asm["cubin"]) > 0)
+"""
+
+
+@pytest.mark.slow
+def test_case_I03_the_kernels_compile_for_hopper_without_a_gpu():
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", COMPILE], capture_output=True, text=True, timeout=240, env=environment)
+    wanted = ["costs_kernel"] * 3 + ["order_kernel"] * 3 + ["tiles_kernel"] * 3
+    assert done.stdout.split("\n")[:-1] == [f"{name} True" for name in wanted], done.stderr[-2000:]
