@@ -58,6 +58,7 @@ def taken(run: Run, steps: int) -> tuple[list[float], dict[str, Tensor]]:
     run.ledger.begin(0)
     for _ in range(steps):
         take(run, *next(works))
+        assert all(p.grad.is_contiguous() for p in run.model.parameters() if p.grad is not None)
         norms.append(float(torch.stack([p.grad.norm() for p in run.model.parameters() if p.grad is not None]).norm()))
     tables = {name: table["weight"] for name, table in run.embeddings.export_tables().items()}
     return norms, {**{name: p.detach().clone() for name, p in run.model.named_parameters()}, **tables}

@@ -43,7 +43,7 @@ class StepFigures:
         mfu_bf16: that over the device's peak in bf16.
         mfu_weighted: seconds that the model FLOPs would take at the peak of the format each is in, over the time.
         hfu: FLOP/s with padding and recomputation over the peak in bf16.
-        peak_gib: most memory that torch held on the GPU; None on a CPU.
+        peak_gib: most memory that torch held on the GPU, or, with graphs, had set apart; None on a CPU.
         ne: normalised entropy of the first task, each batch scored before it is learnt, over the ``steps`` steps after the warm-up asked for: one
             and the same batches however long the warm-up became. None where it is not defined.
         steps: how many were measured.
@@ -208,6 +208,12 @@ def take(run: Run, feed: Feed, work: Work) -> Work:
     return work
 
 
+def _peak(run: Run) -> int:
+    """Bytes that torch held at most. What graphs use it has set apart, and counts as free; so with graphs all that is set apart is told."""
+    most = torch.cuda.max_memory_allocated if run.learner.graphs is None else torch.cuda.max_memory_reserved
+    return most(run.world.device)
+
+
 def _figures(run: Run, window: _Window, *, ne: float | None, note: str) -> StepFigures:
     device, flops, whole, told = run.world.device, window.flops, window.seconds, window.told
     peak = unit_peak("bf16", device).flops_per_second
@@ -219,7 +225,7 @@ def _figures(run: Run, window: _Window, *, ne: float | None, note: str) -> StepF
         mfu_bf16=flops.model / whole / peak,
         mfu_weighted=peak_seconds(flops.by_format, device) / whole,
         hfu=flops.hardware / whole / peak,
-        peak_gib=torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else None,
+        peak_gib=_peak(run) / 2**30 if device.type == "cuda" else None,
         ne=ne,
         steps=window.steps,
         ms_p99=1e3 * told["p99"],

@@ -151,7 +151,13 @@ class Recorded:
     def _backward(self) -> tuple[Tensor | None, ...]:
         assert self._loss is not None
         loss, self._loss = self._loss, None
-        return torch.autograd.grad(loss, self._wanted, allow_unused=True)
+        found = torch.autograd.grad(loss, self._wanted, allow_unused=True)
+        return tuple(None if grad is None else _laid_out(grad, of) for grad, of in zip(found, self._wanted, strict=True))
+
+
+def _laid_out(grad: Tensor, of: Tensor) -> Tensor:
+    """A gradient with the strides of what it is of, as autograd leaves one in ``grad``: fused optimisers want no others."""
+    return grad if grad.stride() == of.stride() else torch.empty_like(of).copy_(grad)
 
 
 class _Replay(torch.autograd.Function):
