@@ -368,6 +368,17 @@ def timings() -> Iterator[dict[str, Any]]:
             yield record
 
 
+def about(script: str, results: Path) -> dict[str, str]:
+    """Where and how it was measured."""
+    return {
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "gpu": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "command": f"python packages/gem-precision/benchmarks/{script} --json {results.name}",
+    }
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, required=True)
@@ -375,14 +386,7 @@ def main() -> int:
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
         print("this benchmark needs a Hopper GPU (sm90)", file=sys.stderr)
         return 3
-    about = {
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "gpu": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "command": f"python packages/gem-precision/benchmarks/linear.py --json {given.json.name}",
-    }
-    found: dict[str, Any] = {"about": about, "checks": checks(), "timings": []}
+    found: dict[str, Any] = {"about": about("linear.py", given.json), "checks": checks(), "timings": []}
     given.json.parent.mkdir(parents=True, exist_ok=True)
     given.json.write_text(json.dumps(found, indent=1))
     for record in timings():

@@ -114,3 +114,39 @@ def test_without_a_hopper_gpu_it_says_so(bench, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["linear.py", "--json", "none.json"])
     assert bench.main() == 3
     assert "needs a Hopper GPU" in capsys.readouterr().err
+
+
+@pytest.fixture
+def norms(bench, monkeypatch):
+    monkeypatch.setitem(sys.modules, "linear", bench)
+    module = load("norm_linear")
+    plain = module.op
+    monkeypatch.setattr(module, "op", lambda *tensors, backend, **how: plain(*tensors, **how))
+    monkeypatch.setattr(module, "LAYERS", (module.Layer(130, 128, 256, "layer", True),))
+    monkeypatch.setattr(module, "PASSES", ((130, 128, "rms"),))
+    return module
+
+
+def test_every_timing_of_norms_and_their_layers_runs(norms):
+    timings = list(norms.timings())
+    assert not [record for record in timings if "failed" in record["what"]]
+    steps = [record["what"] for record in timings if "over_bf16" in record]
+    assert steps == [f"layer norm and linear, {name}" for name in ("bf16", "fp8_block", "fp8_square")]
+    assert {record["of_a_copy"] for record in timings if "sum" in record["what"]} == {2.0}  # twice the bytes of a copy in the same time
+    assert {record["shape"] for record in timings} == {"130x128", "130x128x256"}
+
+
+def test_norms_and_their_layers_need_a_hopper_gpu_and_write_as_they_go(norms, monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(sys, "argv", ["norm_linear.py", "--json", str(tmp_path / "deep" / "out.json")])
+    assert norms.main() == 3
+    assert "needs a Hopper GPU" in capsys.readouterr().err
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "none")
+    monkeypatch.setattr(norms, "steps", lambda *layer: [{"what": "planted"}])
+    monkeypatch.setattr(norms, "passes", lambda *shape: 1 / 0)
+    assert norms.main() == 0
+    kept = json.loads((tmp_path / "deep" / "out.json").read_text())
+    assert "benchmarks/norm_linear.py --json out.json" in kept["about"]["command"]
+    assert [record["what"] for record in kept["timings"]][1] == "planted"
+    assert "ZeroDivisionError" in kept["timings"][0]["what"]

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gem_core.spec import RequestError
 from gem_core.spec.kernels import DTYPES
 from gem_precision.recipes.bf16_islands import Bf16Islands
+from gem_precision.recipes.low_precision import fp8_square
 
 UNIX_TIME, DAY = 1.65e9, 86_400.0
 
@@ -34,11 +35,12 @@ def test_tf32_is_asked_for_by_name_on_a_gpu_alone(matmul_switch: None, kit: Any)
         ({}, "cuda", False),
         ({"tf32": True}, "cuda", True),
         ({}, "cpu", True),
-        ({}, "cuda", False),
         ({"tf32": True}, "cpu", False),
     ):
-        recipe(**options).prepare(nn.Sequential(nn.Linear(32, 32)), device)
-        assert torch.backends.cuda.matmul.allow_tf32 is wanted
+        for made in (recipe(**options), fp8_square(**options)):
+            torch.backends.cuda.matmul.allow_tf32 = wanted if device == "cpu" else not wanted
+            made.prepare(nn.Sequential(nn.Linear(32, 32)), device)
+            assert torch.backends.cuda.matmul.allow_tf32 is wanted
 
 
 def batch(rows: int = 64) -> tuple[Tensor, Tensor]:

@@ -225,3 +225,19 @@ def test_a_matmul_fused_with_a_norm_holds_its_weight(name: str, counted: list[tu
 
 def drawn(*shape: int, seed: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+class OnGpu(Tensor):
+    """Says that it is."""
+
+    is_cuda = property(lambda self: True)  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("capturing", [False, True])
+def test_what_a_graph_captures_is_made_of_the_weight_in_each_replay(monkeypatch: pytest.MonkeyPatch, capturing: bool) -> None:
+    """What was held before would be read by every replay, whatever the weight is then."""
+    weight, held, made = torch.ones(2, 2).as_subclass(OnGpu), HeldWeight(find_format("fp8_e4m3_128x128")), []
+    for now in (False, capturing):
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda now=now: now)
+        held.get(weight, "cast", made.append)
+    assert len(made) == (2 if capturing else 1)

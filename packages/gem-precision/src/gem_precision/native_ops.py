@@ -27,6 +27,7 @@ def no_gain(device: Device, shape: LinearShape) -> list[str]:
     return linear_no_gain(device, shape)
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def norm_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, **options: Any) -> Tensor | tuple[Tensor, Tensor]:
     """``gem_core.ops.norm_linear`` with the norm before the matmul, in ``fp8_block``.
 
@@ -42,17 +43,15 @@ def norm_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, **options
     Raises:
         RequestError: a norm after the matmul, or widths that do not fit.
     """
-    out: Tensor | tuple[Tensor, Tensor] = _norm_linear(x, weight, bias, square=False, **options)
-    return out
-
-
-def square_norm_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, **options: Any) -> Tensor | tuple[Tensor, Tensor]:
-    """As ``norm_linear``, in ``fp8_square``."""
-    out: Tensor | tuple[Tensor, Tensor] = _norm_linear(x, weight, bias, square=True, **options)
-    return out
+    return _norm_linear(x, weight, bias, square=False, **options)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
+def square_norm_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, **options: Any) -> Tensor | tuple[Tensor, Tensor]:
+    """As ``norm_linear``, in ``fp8_square``."""
+    return _norm_linear(x, weight, bias, square=True, **options)
+
+
 def _norm_linear(
     x: Tensor,
     weight: Tensor,

@@ -93,6 +93,8 @@ class LowPrecisionOptions(BaseModel):
     """So many of the last ``layers`` of the model stay high."""
     cpu: Literal["fp32", "bf16"] = "fp32"
     """What the rest of a run on a CPU computes in."""
+    tf32: bool = False
+    """As in ``bf16_islands``."""
 
 
 class ProbeOptions(BaseModel):

@@ -45,6 +45,8 @@ class HeldWeight:
         """``make(weight)``, called once for each value of the weight; ``name`` says which of several things that are made of it."""
         if torch.compiler.is_compiling() or weight.is_inference():  # neither has a version
             return make(weight)
+        if weight.is_cuda and torch.cuda.is_current_stream_capturing():  # a replay has to make it of the weight as it is then
+            return make(weight)
         now = (weight.data_ptr(), weight._version, weight.shape, weight.stride())
         if now != self._of:
             self._made, self._of, self._alias = {}, now, weight.detach()

@@ -50,6 +50,7 @@ class LowSites(Changing):
         ramp: as in ``Changing``.
         keep_last: so many of the last ``layers`` stay high.
         cpu: what the rest computes in on a CPU.
+        tf32: as in ``bf16_islands``.
     """
 
     def __init__(
@@ -62,13 +63,14 @@ class LowSites(Changing):
         attention: bool,
         telemetry: bool,
         cpu: Literal["fp32", "bf16"],
+        tf32: bool = False,
         guard: GuardOptions | None = None,
         ramp: RampOptions | None = None,
         keep_last: int = 0,
     ) -> None:
         super().__init__(guard, ramp, Telemetry() if telemetry else None)
         self._name, self._patterns, self._small, self._attention, self._keep_last = name, tuple(high), small, attention, keep_last
-        self._rest = Bf16Islands(islands=islands, small=0, cpu=cpu)
+        self._rest = Bf16Islands(islands=islands, small=0, cpu=cpu, tf32=tf32)
         self._held: list[HeldWeight] = []
 
     def choose(self, site: Site) -> Lowering | str:
@@ -174,6 +176,7 @@ class LowPrecision(LowSites):
         ramp: RampOptions | None = None,
         keep_last: int = 0,
         cpu: Literal["fp32", "bf16"] = "fp32",
+        tf32: bool = False,
     ) -> None:
         chosen = PRESETS[preset]
         super().__init__(
@@ -187,6 +190,7 @@ class LowPrecision(LowSites):
             ramp=ramp,
             keep_last=keep_last,
             cpu=cpu,
+            tf32=tf32,
         )
         rule = chosen.rule()
         low = rule.weight_grad if weight_grad is None else weight_grad == "low"
