@@ -62,6 +62,7 @@ from gem_core.train.materialise import fill_weights
 from gem_core.train.metrics import StreamMetrics
 from gem_core.train.optim import AveragedWeights, adamw
 from gem_core.train.progress import Progress
+from gem_core.train.rounding import rounded_together, rounds_together
 from gem_core.train.static_inputs import Extents
 from gem_core.train.step import Learner, scored_loss
 from gem_core.train.world import World, close_world, open_world, torchrun_ranks
@@ -253,6 +254,8 @@ def _compile(run: Run) -> None:
         check_recordable(run.world, run.precision, run.config)
     if run.config.compile.blocks != "off":
         run.compiled = run.enter(compiled_blocks(run.model, run.config.compile, run.schema))
+    if rounds_together(run.world, run.precision, run.config.parallel.strategies):
+        run.enter(rounded_together(run.model, run.decisions))
 
 
 def _optimisers(run: Run) -> None:

@@ -5,7 +5,7 @@ ones a step. Here one operation does it for all, and layers find rounded weights
 their gradients and whoever sees them are as ever, and so are results: the same numbers are rounded.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,7 +15,8 @@ from torch.autograd.function import once_differentiable
 
 from gem_core.model.crossing import KeyValues
 from gem_core.model.layers import NormLinear
-from gem_core.spec import PrecisionDecision
+from gem_core.spec import ChangingPrecision, HoldsWeights, Precision, PrecisionDecision
+from gem_core.train.world import World
 
 ROUNDS = (NormLinear, KeyValues)
 """Modules that, like ``nn.Linear`` under autocast, do nothing with ``weight`` but round it and multiply."""
@@ -40,6 +41,12 @@ class RoundTogether(torch.autograd.Function):
         return tuple(wide)
 
 
+def rounds_together(world: World, precision: Precision, strategies: Collection[str]) -> bool:
+    """Whether a run gains by ``rounded_together``, and may use it: one process on a GPU, whose weights nobody holds or rounds in another way."""
+    alone = world.size == 1 and world.device.type == "cuda" and set(strategies) <= {"single"}
+    return alone and precision.compute_dtype() == "bf16" and not isinstance(precision, ChangingPrecision | HoldsWeights)
+
+
 def to_round(model: nn.Module, decisions: Sequence[PrecisionDecision]) -> list[nn.Module]:
     """The modules whose ``weight`` is a float32 parameter that they round to bfloat16 before they multiply it, as the recipe decided."""
     low = {decision.module for decision in decisions if decision.format == "bf16"}
@@ -54,16 +61,17 @@ def rounded_together(model: nn.Module, decisions: Sequence[PrecisionDecision]) -
     Not for models whose weights a strategy holds in another way, or whose layers run again in backward: they then find the wide weights.
     """
     modules = to_round(model, decisions)
-    own: list[tuple[nn.Module, nn.Parameter]] = []
+    own: list[tuple[nn.Module, Any]] = []
 
     def swap(called: nn.Module, inputs: Any) -> None:
-        if not modules or not _rounds(modules[0]._parameters["weight"]):
+        found = [(module, module._parameters["weight"]) for module in modules]
+        weights = list(dict.fromkeys(weight for _, weight in found))  # one that modules share is rounded once
+        if not weights or not _rounds(weights[0]):
             return
-        weights = {id(weight): weight for module in modules if (weight := module._parameters["weight"]) is not None}
-        low = dict(zip(weights, RoundTogether.apply(*weights.values()), strict=True))  # type: ignore[no-untyped-call]
-        own.extend((module, weights[id(module._parameters["weight"])]) for module in modules)
-        for module, weight in own:
-            module._parameters["weight"] = low[id(weight)]
+        low = dict(zip(weights, RoundTogether.apply(*weights), strict=True))  # type: ignore[no-untyped-call]
+        own.extend(found)
+        for module, weight in found:
+            module._parameters["weight"] = low[weight]
 
     def restore(called: nn.Module, inputs: Any, outputs: Any) -> None:
         for module, weight in own:
@@ -78,8 +86,7 @@ def rounded_together(model: nn.Module, decisions: Sequence[PrecisionDecision]) -
             hook.remove()
 
 
-def _rounds(weight: Tensor | None) -> bool:
+def _rounds(weight: Any) -> bool:
     """Whether layers would round this weight to bfloat16 now."""
-    assert weight is not None
     kind = weight.device.type
     return torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) is torch.bfloat16
