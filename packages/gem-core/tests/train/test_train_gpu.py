@@ -176,7 +176,7 @@ def test_graphs_follow_the_curve_without_them(tmp_path: Path, blocks: str) -> No
     summary = train(load_config("toy", [*plain, "compile.graphs=3", f"run.out='{tmp_path / 'graphs'}'"]))
     assert losses(tmp_path / "graphs") == pytest.approx(losses(tmp_path / "plain"), rel=CURVE)
     assert summary["graphs"]["graphs"] >= 1
-    assert summary["graphs"]["replayed"] >= 20
+    assert summary["graphs"]["replayed"] >= 10
     assert sum(summary["graphs"].values()) - summary["graphs"]["graphs"] == summary["steps"]
 
 

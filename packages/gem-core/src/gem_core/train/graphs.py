@@ -11,6 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from statistics import mean, pstdev
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -23,10 +24,10 @@ from gem_core.spec import ChangingPrecision, HoldsWeights, Precision, RequestErr
 from gem_core.train.static_inputs import Extents, StaticInputs
 from gem_core.train.world import World
 
-SURVEYED = 16
+SURVEYED = 32
 """Batches whose sizes are looked at before capacities are chosen."""
-MARGIN = 0.02
-"""The largest capacity is by so much larger than any surveyed batch."""
+SPREAD = 3.0
+"""The largest capacity holds batches that are by so many standard deviations larger than the mean of the surveyed ones."""
 T = TypeVar("T")
 LossOf = Callable[[Batch, Mapping[str, Tensor], Any], tuple[Tensor, Tensor]]
 """``(batch, embedded, scales [tasks]) -> loss, sums [tasks, 4]``."""
@@ -48,10 +49,11 @@ def check_recordable(world: World, precision: Precision, config: RunConfig) -> N
         raise RequestError(asked, "compile.blocks = reduce-overhead records graphs of its own", "Choose one of the two.")
 
 
-def capacities(seen: Sequence[Mapping[str, int]], count: int, margin: float) -> list[dict[str, int]]:
+def capacities(seen: Sequence[Mapping[str, int]], count: int, spread: float = SPREAD) -> list[dict[str, int]]:
     """At most ``count`` capacities for batches of sizes like those ``seen``, each once, the smallest first.
 
-    The last holds every one of them and ``margin`` more. The others come of merging, time and again, the two whose common capacity adds least.
+    The last holds every one of them, and ``spread`` standard deviations more than their mean. The others come of merging, time and again, the two
+    whose common capacity adds least.
     """
     names = list(seen[0])
     groups = [[tuple(sizes[name] for name in names)] for sizes in seen]
@@ -66,7 +68,9 @@ def capacities(seen: Sequence[Mapping[str, int]], count: int, margin: float) -> 
         pairs = [(i, j) for i in range(len(groups)) for j in range(i)]
         i, j = min(pairs, key=lambda pair: waste(groups[pair[0]] + groups[pair[1]]) - waste(groups[pair[0]]) - waste(groups[pair[1]]))
         groups[j] += groups.pop(i)
-    largest = tuple(math.ceil(size * (1 + margin)) for size in cover([sizes for members in groups for sizes in members]))
+    every = [sizes for members in groups for sizes in members]
+    wide = [math.ceil(mean(sizes) + spread * pstdev(sizes)) for sizes in zip(*every, strict=True)]
+    largest = cover([*every, tuple(wide)])
     chosen = {largest} if count == 1 else {largest, *map(cover, groups)}
     return [dict(zip(names, each, strict=True)) for each in sorted(chosen, key=sum)]
 
@@ -264,7 +268,7 @@ class GraphedLoss:
 
     def _record(self, batch: Batch, embedded: Mapping[str, Tensor]) -> None:
         """Record all capacities. All are warmed up before the first is recorded: the memory of the one is then free for the other."""
-        inputs = [StaticInputs(self._extents, self._tasks, self._rows, size, batch) for size in capacities(self._seen, self._count, MARGIN)]
+        inputs = [StaticInputs(self._extents, self._tasks, self._rows, size, batch) for size in capacities(self._seen, self._count)]
         found = [Recorded(each, embedded, self._loss_of, self._parameters, self._context) for each in inputs]
         for recorded in found:
             recorded.warm_up()
