@@ -77,7 +77,7 @@ def passes(rows: int, columns: int, norm: Norm) -> list[dict[str, Any]]:
 
 
 def timings() -> Iterator[dict[str, Any]]:
-    for measure, shape in [*((passes, shape) for shape in PASSES), *((steps, layer) for layer in LAYERS)]:
+    for measure, shape in [*((steps, layer) for layer in LAYERS), *((passes, shape) for shape in PASSES)]:
         try:
             found = measure(*shape)
         except Exception as failure:  # the next shape may still tell something, and time on the device is short
