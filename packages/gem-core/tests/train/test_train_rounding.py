@@ -1,4 +1,4 @@
-"""Weights rounded together: the numbers of weights rounded one by one, with parameters, gradients and checkpoints as ever."""
+"""Parameters rounded together: the numbers of parameters rounded one by one, with parameters, gradients and checkpoints as ever."""
 
 import json
 from pathlib import Path
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from gem_core.config.load import load_config
-from gem_core.model.layers import NormLinear
+from gem_core.model.layers import AddNorm, NormLinear
 from gem_core.spec import PrecisionDecision
 from gem_core.train import compiled, compose
 from gem_core.train.log import read_log
@@ -19,23 +19,24 @@ from gem_core.train.run import train
 
 
 class Model(nn.Module):
-    """A linear layer, one that shares its weight, a norm with a matrix, a layer that stays wide, and one that is never called."""
+    """A linear layer, one that shares its weight, norms with and without a kernel, a layer that stays wide, and one that is never called."""
 
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6, bias=False)
         self.second.weight = self.first.weight
         self.normed, self.wide, self.idle, self.norm = NormLinear(6, 4), nn.Linear(4, 3), nn.Linear(6, 6), nn.LayerNorm(6)
+        self.added = AddNorm(6)
 
     def forward(self, x: Tensor, fail: bool = False) -> Tensor:
-        x = self.normed(self.norm(self.second(self.first(x))))
+        x = self.normed(self.norm(self.second(self.added(self.first(x)))))
         if fail:
             raise ValueError("planted")
         with torch.autocast("cpu", enabled=False):
             return self.wide(x.float())  # type: ignore[no-any-return]
 
 
-DECISIONS = [PrecisionDecision(module=name, format="bf16", reason="") for name in ("first", "second", "normed", "idle", "norm")]
+DECISIONS = [PrecisionDecision(module=name, format="bf16", reason="") for name in ("first", "second", "normed", "idle", "norm", "added")]
 DECISIONS += [PrecisionDecision(module="wide", format="fp32", reason="")]
 
 
@@ -52,7 +53,7 @@ def results(model: Model, x: Tensor) -> list[Tensor | None]:
     return [out, *(p.grad for p in model.parameters())]
 
 
-def test_numbers_are_those_of_weights_rounded_one_by_one() -> None:
+def test_numbers_are_those_of_parameters_rounded_one_by_one() -> None:
     x, plain, together = torch.randn(5, 6), made(), made()
     want = results(plain, x)
     with rounded_together(together, DECISIONS):
@@ -75,14 +76,17 @@ def test_gradients_of_micro_batches_add_up() -> None:
             torch.testing.assert_close(both, 2 * one)
 
 
-def test_which_weights_are_rounded() -> None:
+def test_which_parameters_are_rounded() -> None:
     model = made()
-    assert to_round(model, DECISIONS) == [model.first, model.second, model.normed, model.idle]
-    assert to_round(model, [d for d in DECISIONS if d.module != "normed"]) == [model.first, model.second, model.idle]
+    linear = [(model.first, "weight"), (model.first, "bias"), (model.second, "weight")]
+    added, normed = [(model.added, "weight"), (model.added, "bias")], [(model.normed, "weight"), (model.normed, "bias")]
+    idle = [(model.idle, "weight"), (model.idle, "bias")]
+    assert to_round(model, DECISIONS) == [*linear, *normed, *idle, *added]
+    assert to_round(model, [d for d in DECISIONS if d.module != "normed"]) == [*linear, *idle, *added]
     assert to_round(model.double(), DECISIONS) == []
 
 
-def test_layers_find_rounded_weights_in_calls_alone() -> None:
+def test_layers_find_rounded_parameters_in_calls_alone() -> None:
     model, seen = made(), []
     names, before = list(model.state_dict()), dict(model.named_parameters())
     model.second.register_forward_pre_hook(lambda module, inputs: seen.append((module.weight.dtype, module.weight is model.first.weight)))

@@ -1,8 +1,8 @@
-"""Large weights rounded to bfloat16 together: a few kernels a forward pass, and a few for the gradients.
+"""Parameters rounded to bfloat16 together: a few kernels a forward pass, and a few for the gradients.
 
-Under autocast each float32 weight is rounded by a kernel of its own when a layer reads it, and its gradient widened by another: hundreds of small
-ones a step. Here one operation does it for all, and layers find rounded weights in the place of their own while the model is called. Parameters,
-their gradients and whoever sees them are as ever, and so are results: the same numbers are rounded.
+Under autocast each float32 parameter is rounded by a kernel of its own when a layer reads it, and its gradient widened by another: hundreds of small
+ones a step. Here one operation does it for all, and layers find rounded tensors in the place of their parameters while the model is called.
+Parameters, their gradients and whoever sees them are as ever, and so are results: the same numbers are rounded.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -14,12 +14,14 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from gem_core.model.crossing import KeyValues
-from gem_core.model.layers import NormLinear
+from gem_core.model.layers import AddNorm, NormLinear
 from gem_core.spec import ChangingPrecision, HoldsWeights, Precision, PrecisionDecision
 from gem_core.train.world import World
 
-ROUNDS = (NormLinear, KeyValues)
-"""Modules that, like ``nn.Linear`` under autocast, do nothing with ``weight`` but round it and multiply."""
+ROUNDING = (NormLinear, AddNorm, KeyValues)
+"""Modules that, like ``nn.Linear`` under autocast, round each parameter of theirs before they do anything with it."""
+Place = tuple[nn.Module, str]
+"""A module and the name of a parameter of its own."""
 
 
 class RoundTogether(torch.autograd.Function):
@@ -47,35 +49,35 @@ def rounds_together(world: World, precision: Precision, strategies: Collection[s
     return alone and precision.compute_dtype() == "bf16" and not isinstance(precision, ChangingPrecision | HoldsWeights)
 
 
-def to_round(model: nn.Module, decisions: Sequence[PrecisionDecision]) -> list[nn.Module]:
-    """The modules whose ``weight`` is a float32 parameter that they round to bfloat16 before they multiply it, as the recipe decided."""
+def to_round(model: nn.Module, decisions: Sequence[PrecisionDecision]) -> list[Place]:
+    """The float32 parameters of modules that round them to bfloat16 as the recipe decided."""
     low = {decision.module for decision in decisions if decision.format == "bf16"}
-    named = [module for name, module in model.named_modules() if name in low and (type(module) is nn.Linear or isinstance(module, ROUNDS))]
-    return [module for module in named if isinstance(module.weight, nn.Parameter) and module.weight.dtype is torch.float32]
+    found = [m for name, m in model.named_modules() if name in low and (type(m) is nn.Linear or isinstance(m, ROUNDING))]
+    return [(m, name) for m in found for name, parameter in m.named_parameters(recurse=False) if parameter.dtype is torch.float32]
 
 
 @contextmanager
 def rounded_together(model: nn.Module, decisions: Sequence[PrecisionDecision]) -> Iterator[None]:
-    """While open, calls of ``model`` under autocast to bfloat16 round the weights of ``to_round`` together; other calls are as ever.
+    """While open, calls of ``model`` under autocast to bfloat16 round what ``to_round`` names together; other calls are as ever.
 
     Not for models whose weights a strategy holds in another way, or whose layers run again in backward: they then find the wide weights.
     """
-    modules = to_round(model, decisions)
-    own: list[tuple[nn.Module, Any]] = []
+    places = to_round(model, decisions)
+    own: list[tuple[Place, Any]] = []
 
     def swap(called: nn.Module, inputs: Any) -> None:
-        found = [(module, module._parameters["weight"]) for module in modules]
-        weights = list(dict.fromkeys(weight for _, weight in found))  # one that modules share is rounded once
-        if not weights or not _rounds(weights[0]):
+        found = [((module, name), module._parameters[name]) for module, name in places]
+        wide = list(dict.fromkeys(parameter for _, parameter in found))  # one that modules share is rounded once
+        if not wide or not _rounds(wide[0]):
             return
-        low = dict(zip(weights, RoundTogether.apply(*weights), strict=True))  # type: ignore[no-untyped-call]
+        low = dict(zip(wide, RoundTogether.apply(*wide), strict=True))  # type: ignore[no-untyped-call]
         own.extend(found)
-        for module, weight in found:
-            module._parameters["weight"] = low[weight]
+        for (module, name), parameter in found:
+            module._parameters[name] = low[parameter]
 
     def restore(called: nn.Module, inputs: Any, outputs: Any) -> None:
-        for module, weight in own:
-            module._parameters["weight"] = weight
+        for (module, name), parameter in own:
+            module._parameters[name] = parameter
         own.clear()
 
     hooks = [model.register_forward_pre_hook(swap), model.register_forward_hook(restore, always_call=True)]
@@ -86,7 +88,7 @@ def rounded_together(model: nn.Module, decisions: Sequence[PrecisionDecision]) -
             hook.remove()
 
 
-def _rounds(weight: Any) -> bool:
-    """Whether layers would round this weight to bfloat16 now."""
-    kind = weight.device.type
+def _rounds(parameter: Any) -> bool:
+    """Whether layers would round this parameter to bfloat16 now."""
+    kind = parameter.device.type
     return torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) is torch.bfloat16
