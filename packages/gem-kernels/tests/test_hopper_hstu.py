@@ -14,6 +14,7 @@ pytest.importorskip("triton")
 from gem_core.spec import RequestError
 from gem_kernels.common.schedule import programs
 from gem_kernels.ops.hstu_attention import hopper, launch
+from gem_kernels.ops.limits import UNMEASURED
 
 ON_CPU = pytest.mark.skipif(torch.cuda.is_available(), reason="this looks at launches, on a CPU")
 COMPILE = """
@@ -26,6 +27,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from gem_kernels.ops.hstu_attention.hopper_forward import forward_kernel
 from gem_kernels.ops.hstu_attention.hopper_key_grad import key_grad_kernel
 from gem_kernels.ops.hstu_attention.hopper_query_grad import query_grad_kernel
+from gem_kernels.ops.hstu_attention.hopper_slopes import query_product_kernel
 from gem_kernels.ops.norm_linear.hopper import norm_linear_kernel
 from gem_kernels.ops.norm_linear.hopper_grad import norm_linear_grad_kernel
 
@@ -33,7 +35,7 @@ def ragged(rows):
     return [1, 1, rows, 128]
 
 WORDS = dict(records="*i32", count="*i32", scale="fp32", factor="fp32", norm="fp32", eps="fp32", r="*fp32", factors="*fp32", dweight="*fp32",
-             dcolumns="*fp32", sums="*fp32", bias="*bf16", gamma="*bf16", beta="*bf16")
+             dcolumns="*fp32", sums="*fp32", bias="*bf16", gamma="*bf16", beta="*bf16", slopes="*bf16", dq="*bf16")
 ATTENTION = dict(D=128, V=128, ACTIVATION="silu_bf16", WINDOW=False)
 MATRIX = dict(WIDTH=256, INNER=256, ROWS=64, BLOCK=256)
 CASES = {
@@ -42,7 +44,10 @@ CASES = {
     "query_grad": (query_grad_kernel, {n: ragged(64) for n in ("q", "do", "k", "v", "dq")},
                    ATTENTION | dict(BLOCK_M=128, BLOCK_N=64, STAGES=3), "CAUSAL", 4),
     "key_grad": (key_grad_kernel, {n: ragged(64) for n in ("q", "do", "k", "v", "dk", "dv")},
-                 ATTENTION | dict(BLOCK_M=64, BLOCK_N=128, STAGES=3), "CAUSAL", 4),
+                 ATTENTION | dict(BLOCK_M=64, BLOCK_N=128, STAGES=3, slopes=None), "CAUSAL", 4),
+    "key_grad_kept": (key_grad_kernel, {n: ragged(64) for n in ("q", "do", "k", "v", "dk", "dv")},
+                      ATTENTION | dict(BLOCK_M=64, BLOCK_N=128, STAGES=3), "CAUSAL", 4),
+    "query_product": (query_product_kernel, dict(slopes=[1, 1, 64, 64], k=ragged(64)), dict(D=128, BLOCK_M=128, STAGES=6), None, 4),
     "norm_linear": (norm_linear_kernel, dict(x=[64, 256], weight=[256, 256], out=[64, 256]),
                     MATRIX | dict(LAYER=True, WIDE=256, STAGES=3), "BEFORE", 4),
     "norm_linear_grad": (norm_linear_grad_kernel, dict(dout=[64, 256], other=[64, 256], x=[64, 128], weight=[256, 128], dx=[64, 128]),
@@ -53,7 +58,7 @@ def report(name, flag):
     kernel, blocks, fixed, word, warps = CASES[name]
     layouts = {n: gl.NVMMASharedLayout.get_default_for(shape, gl.bfloat16) for n, shape in blocks.items()}
     words = {**WORDS, **{n + "_desc": f"tensordesc<bf16{shape},{layouts[n]!r}>" for n, shape in blocks.items()}}
-    fixed = fixed | {word: flag}
+    fixed = fixed | {word: flag} if word else fixed
     signature = {n: "constexpr" if n in fixed else words.get(n, "i32") for n in kernel.arg_names}
     constants = {(kernel.arg_names.index(n),): value for n, value in fixed.items()}
     compiled = triton.compile(GluonASTSource(kernel, signature, constants), target=GPUTarget("cuda", 90, 32), options=dict(num_warps=warps))
@@ -77,9 +82,10 @@ def compiled(code, *arguments):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["forward", "query_grad", "key_grad", "norm_linear", "norm_linear_grad"])
+@pytest.mark.parametrize("name", ["forward", "query_grad", "key_grad", "key_grad_kept", "query_product", "norm_linear", "norm_linear_grad"])
 def test_case_I03_the_kernels_compile_for_hopper_and_nothing_waits_between_products(name):
-    """The assembler says where it makes products wait for each other, as it does when a kernel writes registers of one too late."""
+    """The assembler says where it makes products wait for each other, as it does when a kernel writes registers of one too late, or stores those of
+    an operand."""
     done = compiled(COMPILE, name)
     flags = (True, False) if name.startswith("norm") else (True,)
     assert done.stdout.split("\n")[:-1] == [f"{name} {flag} True True True" for flag in flags], done.stderr[-2000:]
@@ -126,10 +132,16 @@ class Recorded:
 
 @pytest.fixture
 def recorded():
-    names = ("forward_kernel", "query_grad_kernel", "key_grad_kernel")
+    names = ("forward_kernel", "query_grad_kernel", "key_grad_kernel", "query_product_kernel")
     kernels = {name: Recorded() for name in names}
     with patch.multiple(hopper, **kernels), patch.object(torch.cuda, "current_device", lambda: None):
         yield SimpleNamespace(**{name.removesuffix("_kernel"): kernel.calls for name, kernel in kernels.items()})
+
+
+@pytest.fixture(autouse=True)
+def measured(monkeypatch):
+    """What a GPU has shown to be faster, unless a test asks for more."""
+    monkeypatch.delenv(UNMEASURED, raising=False)
 
 
 def memory(call):
@@ -185,6 +197,33 @@ def test_blocks_line_up_with_tiles_and_fit_into_shared_memory(recorded, dim, v_d
         kept = 256 * dim + (256 * v_dim if arguments is key_grad or v_dim != dim else 0)
         assert 2 * (streamed + kept) <= 227 * 1024
         assert arguments["q_desc"].block_shape[2] == 64
+
+
+@ON_CPU
+def test_kept_slopes_take_the_place_of_the_pass_over_queries(recorded, monkeypatch):
+    monkeypatch.setenv(UNMEASURED, "1")
+    call, out = inputs(lengths=(300, 0, 65), heads=2, dim=64)
+    dq, dk, dv = memory(call)
+    hopper.grad(call, out, dq, dk, dv)
+    ((_, key_grad),), ((_, product),) = recorded.key_grad, recorded.query_product
+    assert not recorded.query_grad
+    assert (key_grad["longest"], key_grad["squares"]) == (5, (5 + 3) * 6 // 2)
+    assert key_grad["slopes"].shape == (24 * 2 * 64, 1, 64)
+    assert product["slopes_desc"].base is key_grad["slopes"]
+    assert (product["dq"].data_ptr(), product["dq_token"], product["k_head"]) == (dq.data_ptr(), 128, 64)
+    assert 2 * product["STAGES"] * 64 * (128 + 128) <= 227 * 1024
+
+
+@ON_CPU
+@pytest.mark.parametrize("why", ["measured", "window", "full", "too many"])
+def test_slopes_are_kept_of_plain_causal_rows_of_a_bounded_size(why, recorded, monkeypatch):
+    monkeypatch.setenv(UNMEASURED, "0" if why == "measured" else "1")
+    call, out = inputs(**{"window": {"window": 7}, "full": {"causal": False}}.get(why, {}))
+    with patch.object(hopper, "MAX_KEPT", 24 * 2 * 8192 - (why == "too many")):
+        hopper.grad(call, out, *memory(call))
+    assert not recorded.query_product
+    assert len(recorded.query_grad) == len(recorded.key_grad) == 1
+    assert recorded.key_grad[0][1]["slopes"] is None
 
 
 @ON_CPU

@@ -13,6 +13,7 @@ from gem_kernels.common.activations import both_scaled
 from gem_kernels.common.hopper.gluon import fence_async_shared, gl, gluon, mbarrier, tma, warpgroup_mma, warpgroup_mma_init, warpgroup_mma_wait
 from gem_kernels.common.hopper.items import item_of, items_here, read_row
 from gem_kernels.common.hopper.language import accumulator, barriers, copies, hide, load, queries_seeing, release, store
+from gem_kernels.ops.hstu_attention.hopper_slopes import first_square, keep
 
 
 @gluon.jit
@@ -55,10 +56,13 @@ def _seen(s):
 
 @gluon.jit
 def _add(
-    s, v_tile, q_tile, do_tile, dv_acc, dk_acc, nothing, keys, queries, used, window, scale,
+    s, v_tile, q_tile, do_tile, dv_acc, dk_acc, nothing, keys, queries, used, window, scale, factor,
     D: gl.constexpr, V: gl.constexpr, ACTIVATION: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, FIRST: gl.constexpr,
 ):  # fmt: skip
-    """Start adding what one block of queries gives: the weights are made while the tensor cores multiply ``v doᵀ``, its slopes while they add dv."""
+    """Start adding what one block of queries gives: the weights are made while the tensor cores multiply ``v doᵀ``, its slopes while they add dv.
+
+    Gives the sums, and the slopes times ``factor``: other registers than those of a product's operand, which must not leave while it is in flight.
+    """
     kind: gl.constexpr = q_tile.dtype
     TRIANGLE: gl.constexpr = FIRST and CAUSAL and not WINDOW
     dp = warpgroup_mma(v_tile, do_tile.permute([1, 0]), nothing, use_acc=False, is_async=True)
@@ -75,14 +79,15 @@ def _add(
     weights = gl.convert_layout(p.to(kind), gl.DotOperandLayout(0, accumulator(V), 2))
     dv_acc = warpgroup_mma(weights, do_tile, dv_acc, use_acc=not FIRST, is_async=True)
     dp = warpgroup_mma_wait(1, deps=[dp])
-    slopes = gl.convert_layout((g * dp).to(kind), gl.DotOperandLayout(0, accumulator(D), 2))
-    dk_acc = warpgroup_mma(slopes, q_tile, dk_acc, use_acc=not FIRST, is_async=True)
-    return dv_acc, dk_acc
+    ds = (g * dp).to(kind)
+    dk_acc = warpgroup_mma(gl.convert_layout(ds, gl.DotOperandLayout(0, accumulator(D), 2)), q_tile, dk_acc, use_acc=not FIRST, is_async=True)
+    return dv_acc, dk_acc, (g * dp * factor).to(kind)
 
 
 @gluon.jit
 def _consume(
-    dk_desc, dv_desc, records, total, heads, scale, factor, norm, window, qs, dos, ks, vs, q_full, do_full, q_free, k_full, k_free,
+    dk_desc, dv_desc, slopes, records, total, heads, scale, factor, norm, window, longest, squares, qs, dos, ks, vs,
+    q_full, do_full, q_free, k_full, k_free,
     W: gl.constexpr, D: gl.constexpr, V: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     ACTIVATION: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
 ):  # fmt: skip
@@ -96,7 +101,8 @@ def _consume(
     copied = 0
     upcoming = read_row(records, item_of(0, total), heads)
     for tile in range(items_here(total)):
-        head = item_of(tile, total) % heads
+        item = item_of(tile, total)
+        head = item % heads
         first, start, used, length = upcoming
         upcoming = read_row(records, item_of(tile + 1, total), heads)
         begin, end = queries_seeing(first, used, used, window, BLOCK_N, CAUSAL, WINDOW)
@@ -131,10 +137,16 @@ def _consume(
             release(k_free, other, tile > 0)
             mbarrier.wait(do_full.index(stage), phase)
             queries = columns + (begin + skipped * BLOCK_M)
-            dv_acc, dk_acc = _add(
-                s, v_tile, q_tile, do_tile, warpgroup_mma_init(dv), warpgroup_mma_init(dk), nothing, keys, queries, used, window, scale,
+            block = first // BLOCK_M + skipped
+            square = first // BLOCK_M + W
+            if slopes is not None:
+                square += first_square(records, item, heads, start, block, longest, squares)
+            dv_acc, dk_acc, ds = _add(
+                s, v_tile, q_tile, do_tile, warpgroup_mma_init(dv), warpgroup_mma_init(dk), nothing, keys, queries, used, window, scale, factor,
                 D, V, ACTIVATION, CAUSAL, WINDOW, True,
             )  # fmt: skip
+            if slopes is not None:
+                keep(slopes, square, ds)
             for j in range(skipped + 1, n):
                 next_stage = (copied + j) % STAGES
                 phase = ((copied + j) // STAGES) & 1
@@ -145,11 +157,15 @@ def _consume(
                 s, dk, dv = warpgroup_mma_wait(0, deps=[s, dk_acc, dv_acc])
                 mbarrier.arrive(q_free.index(stage), count=1)
                 mbarrier.wait(do_full.index(next_stage), phase)
+                block += 1
+                square += block
                 queries = columns + (begin + j * BLOCK_M)
-                dv_acc, dk_acc = _add(
-                    s, v_tile, q_tile, do_tile, warpgroup_mma_init(dv), warpgroup_mma_init(dk), nothing, keys, queries, used, window, scale,
+                dv_acc, dk_acc, ds = _add(
+                    s, v_tile, q_tile, do_tile, warpgroup_mma_init(dv), warpgroup_mma_init(dk), nothing, keys, queries, used, window, scale, factor,
                     D, V, ACTIVATION, CAUSAL, WINDOW, False,
                 )  # fmt: skip
+                if slopes is not None:
+                    keep(slopes, square, ds)
                 stage = next_stage
             dk, dv = warpgroup_mma_wait(0, deps=[dk_acc, dv_acc])
             mbarrier.arrive(q_free.index(stage), count=1)
@@ -165,13 +181,17 @@ def _consume(
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["heads", "window"])
+@gluon.jit(do_not_specialize=["heads", "window", "longest", "squares"])
 def key_grad_kernel(
-    q_desc, do_desc, k_desc, v_desc, dk_desc, dv_desc, records, count, heads, scale, factor, norm, window, q_head, k_head, v_head,
+    q_desc, do_desc, k_desc, v_desc, dk_desc, dv_desc, slopes, records, count, heads, scale, factor, norm, window, longest, squares,
+    q_head, k_head, v_head,
     D: gl.constexpr, V: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     ACTIVATION: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
 ):  # fmt: skip
-    """``factor`` and ``norm`` are what the sums of dk and dv are multiplied by at the end; ``BLOCK_M`` is half of ``BLOCK_N``."""
+    """``factor`` and ``norm`` are what the sums of dk and dv are multiplied by at the end; ``BLOCK_M`` is half of ``BLOCK_N``.
+
+    Unless None, ``slopes`` gets those of the scores as ``hopper_slopes`` reads them, of causal rows without a window.
+    """
     qs = gl.allocate_shared_memory(q_desc.dtype, [STAGES, 1, 1, BLOCK_M, D], q_desc.layout)
     dos = gl.allocate_shared_memory(do_desc.dtype, [STAGES, 1, 1, BLOCK_M, V], do_desc.layout)
     ks = gl.allocate_shared_memory(k_desc.dtype, [4, 1, 1, BLOCK_N // 2, D], k_desc.layout)
@@ -182,9 +202,9 @@ def key_grad_kernel(
     total = gl.load(count) * heads
     gl.warp_specialize(
         [
-            (_consume, (dk_desc, dv_desc, records, total, heads, scale, factor, norm, window, qs, dos, ks, vs,
+            (_consume, (dk_desc, dv_desc, slopes, records, total, heads, scale, factor, norm, window, longest, squares, qs, dos, ks, vs,
                         q_full, do_full, q_free, k_full, k_free, 0, D, V, BLOCK_M, BLOCK_N, STAGES, ACTIVATION, CAUSAL, WINDOW)),
-            (_consume, (dk_desc, dv_desc, records, total, heads, scale, factor, norm, window, qs, dos, ks, vs,
+            (_consume, (dk_desc, dv_desc, slopes, records, total, heads, scale, factor, norm, window, longest, squares, qs, dos, ks, vs,
                         q_full, do_full, q_free, k_full, k_free, 1, D, V, BLOCK_M, BLOCK_N, STAGES, ACTIVATION, CAUSAL, WINDOW)),
             (_produce, (q_desc, do_desc, k_desc, v_desc, records, total, heads, q_head, k_head, v_head, window, qs, dos, ks, vs,
                         q_full, do_full, q_free, k_full, k_free, V, BLOCK_M, BLOCK_N, STAGES, CAUSAL, WINDOW)),

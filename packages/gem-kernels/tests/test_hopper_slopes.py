@@ -1,0 +1,100 @@
+"""Gradients of hstu_attention with slopes kept between two passes: the plan of its warpgroups on a CPU. What the assembler says, and how it is
+launched, is in ``test_hopper_hstu``."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from gem_kernels_emulated import Blocks, Pointer, emulate
+
+from gem_core.ops.hstu_attention import reference
+from gem_core.testing import assert_close
+from gem_kernels.common import activations
+from gem_kernels.common.hopper import items, language
+from gem_kernels.common.schedule import Layout, tiles
+from gem_kernels.ops.hstu_attention import hopper, hopper_key_grad, hopper_slopes, launch
+
+SCALE, NORM = 0.1, 0.25
+
+
+def seen(s):
+    return torch.arange(64)[:, None] <= torch.arange(64)[None, :]
+
+
+def turned(x):
+    """Eight by eight values of each warp, transposed as the hardware does: two of a row are one thread's, who gets two of a column."""
+    squares = x.view(4, 4, 8, 4, 2, 2, 2).permute(0, 1, 4, 5, 2, 3, 6).reshape(4, 4, 2, 2, 8, 8)
+    return squares.mT.reshape(4, 4, 2, 2, 8, 4, 2).permute(0, 1, 4, 5, 2, 3, 6).reshape(64, 64)
+
+
+def emulated(lengths, heads, width, longest, programs=2, **replaced):
+    """``(dq, dk, dv)``, and the tensors that they are gradients of and for."""
+    generator = torch.Generator().manual_seed(sum(lengths))
+    q, k, v, dout = (torch.randn(sum(lengths), heads, width, generator=generator).bfloat16() for _ in range(4))
+    offsets = torch.tensor([0, *lengths]).cumsum(0)
+    call = launch._Inputs(q, k, v, offsets, None, None, None, longest, SCALE, NORM, True, None, True)
+    blocks, squares = hopper._squares(call)
+    found = tiles(Layout(offsets, offsets, len(lengths), longest, longest, q.shape[0], q.shape[0], q.device), "q", 128)
+    dq, dk, dv = (torch.full_like(x, float("nan")) for x in (q, k, v))
+    slopes = torch.full((squares * heads * 64, 1, 64), float("nan")).bfloat16()
+    part = [1, 1, 64, width]
+    shared = {
+        "records": Pointer(found.records),
+        "count": Pointer(found.count),
+        "heads": heads,
+        "longest": blocks,
+        "squares": squares,
+    }
+    described = {f"{name}_desc": Blocks(x, part) for name, x in (("q", q), ("do", dout), ("k", k), ("v", v), ("dk", dk), ("dv", dv))}
+    modules = [language, items, activations, hopper_slopes]
+    replaced = {"_seen": seen, "turned": turned} | replaced
+    emulate(
+        hopper_key_grad.key_grad_kernel, [hopper_key_grad, *modules], programs, replaced, **shared, **described, slopes=Pointer(slopes), scale=SCALE,
+        factor=SCALE * NORM, norm=NORM, window=0, q_head=width, k_head=width, v_head=width, D=width, V=width, BLOCK_M=64, BLOCK_N=128, STAGES=3,
+        ACTIVATION="silu_bf16", CAUSAL=True, WINDOW=False,
+    )  # fmt: skip
+    emulate(
+        hopper_slopes.query_product_kernel, modules, programs, replaced, **shared, slopes_desc=Blocks(slopes, [1, 1, 64, 64]),
+        k_desc=described["k_desc"], dq=Pointer(dq), dq_token=heads * width, k_head=width, D=width, BLOCK_M=128, STAGES=3,
+    )  # fmt: skip
+    return (dq, dk, dv), (q, k, v, dout)
+
+
+def compare(lengths, heads=1, width=64, longest=None, **replaced):
+    longest = longest or max(lengths)
+    got, (q, k, v, dout) = emulated(lengths, heads, width, longest, **replaced)
+    kept = torch.cat([torch.arange(n) < longest for n in lengths])
+    leaves = [x.double().requires_grad_() for x in (q, k, v)]
+    cut = torch.tensor([0, *(min(n, longest) for n in lengths)]).cumsum(0)
+    out = reference(*(x[kept] for x in leaves), cut, max_length=longest, scale=SCALE, causal=True, norm_length=4)
+    for a, b in zip(got, torch.autograd.grad(out, leaves, dout[kept].double()), strict=True):
+        assert_close(a, b, bound=1e-2)
+
+
+@pytest.mark.parametrize("lengths", [(200, 0, 64, 1, 129), (128,), (63, 65), (1, 1, 300)])
+def test_case_I03_lengths_around_tiles(lengths):
+    compare(lengths)
+
+
+def test_case_I03_two_heads_of_128_and_many_programs():
+    compare((257, 130), heads=2, width=128, programs=5)
+
+
+def test_tokens_beyond_the_maximum_get_zeros():
+    compare((200, 40, 150), longest=130)
+
+
+def test_squares_of_a_row_end_where_those_of_the_next_begin():
+    """The planted fault: rows that are told apart by their tokens alone, where short ones share a block of 64."""
+
+    def nearer(records, item, heads, start, block, longest, squares):
+        return item % heads * squares + start // 64 * (longest + 1) // 2 + block * (block + 1) // 2
+
+    with pytest.raises(AssertionError):
+        compare((5, 60, 130, 3), first_square=nearer)
+
+
+def test_squares_that_are_not_turned_are_noticed():
+    with pytest.raises(AssertionError):
+        compare((128,), turned=lambda x: x)
