@@ -128,10 +128,8 @@ def section(impls: list[KernelImpl], rows: Rows) -> str:
     )
     limits = "Head sizes of the portable attention kernels end at 256, those of block attention at 128."
     since = (
-        "Changed since they were measured, and not measured again: `gated_residual` by `triton` (it loaded 16-bit values one by one),\n"
-        "`add_norm` (it waited for x before it asked for the gate and the upstream gradient), and the gradients of `pooled_attention` by `gluon`,\n"
-        "which are now those of `triton`. Gradients of `hstu_attention` by `gluon`, the movers and most rows of `gdpa` are of 2026-11-29; all else\n"
-        "was measured in one run a day later."
+        "Gradients of `hstu_attention` by `gluon`, the movers and most rows of `gdpa` are of 2026-11-29; `norm_linear`, `add_norm`,\n"
+        "`gated_residual` and `pooled_attention` were measured in one run a day later, all else in one before it on that day."
     )
     sought = (
         "### Targets\n\nWhat the kernels were to reach on these shapes, each row, met or not; `% over the product` is how much longer a norm and a\n"

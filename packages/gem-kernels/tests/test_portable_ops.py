@@ -133,7 +133,7 @@ def test_head_sizes_beyond_the_limit_are_refused(op, limit):
         draw(op, (3,), dim=limit + 1).call(kernel_of(op))
 
 
-@pytest.mark.parametrize(("op", "backend"), [("pooled_attention", "gluon"), ("gdpa", "gluon_fp8")])
+@pytest.mark.parametrize(("op", "backend"), [("jagged_attention", "gluon_fp8"), ("gdpa", "gluon_fp8")])
 def test_what_no_gpu_has_shown_faster_is_taken_on_one_only_where_it_is_asked_for(op, backend, monkeypatch):
     (impl,) = [impl for impl in gem_kernel_impls() if impl.op == op and impl.backend == backend]
     check, request = load_object(impl.check), KernelRequest(op=op, device="cuda", dtype="bf16", arch=90, head_dim=128)
