@@ -88,10 +88,10 @@ def _spans(offsets, row, rows, longest, tokens, STEP: tl.constexpr):
 
 @triton.jit
 def _costs(own, other, row, rows, own_longest, own_tokens, other_longest, other_tokens, block):
-    """What each tile of a row costs, and how many it has (int64: wrong offsets may make more than 32 bits count)."""
+    """What each tile of a row costs, and how many it has; past the last row nothing costs anything."""
     _, cost, _ = _spans(other, row, rows, other_longest, other_tokens, False)
     _, _, length = _spans(own, row, rows, own_longest, own_tokens, False)
-    return cost, tl.cdiv(length, block).to(tl.int64)
+    return cost, tl.cdiv(length, block)
 
 
 @triton.jit(do_not_specialize=_VARYING)
@@ -113,11 +113,10 @@ def order_kernel(
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     cost, own_tiles = _costs(own, other, row, rows, own_longest, own_tokens, other_longest, other_tokens, block)
     places = tl.zeros([ROWS, OTHERS], tl.int32)
-    sums = tl.zeros([ROWS, OTHERS], tl.int64)
+    sums = tl.zeros([ROWS, OTHERS], tl.int64)  # wrong offsets may make more tiles than 32 bits count
     for begin in range(0, rows, OTHERS):
         each = begin + tl.arange(0, OTHERS)
         costs, tiles = _costs(own, other, each, rows, own_longest, own_tokens, other_longest, other_tokens, block)
-        costs = tl.where(each < rows, costs, -1)
         before = (costs[None, :] > cost[:, None]) | ((costs[None, :] == cost[:, None]) & (each[None, :] < row[:, None]))
         places += before.to(tl.int32)
         sums += tl.where(before, tiles[None, :], 0)
