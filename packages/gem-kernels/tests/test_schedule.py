@@ -1,10 +1,12 @@
 """Tile lists: every token in exactly one tile, longest first, remembered for the offsets that they were built from and no others."""
 
 import ctypes
+import gc
 import os
 import subprocess
 import sys
 from contextlib import ExitStack
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -236,11 +238,18 @@ def test_changed_offsets_get_a_list_of_their_own():
     assert {r["q_length"] for r in after} == {20, 23}
 
 
+def test_other_steps_through_the_same_memory_get_a_list_of_their_own():
+    memory = torch.tensor([0, 0, 9, 9, 20], device=HERE)
+    first, second = (Layout(offsets, offsets, 2, 20, 20, 20, 20, HERE) for offsets in (memory[:3], memory[::2]))
+    assert listed(first, "q", 16) != listed(second, "q", 16)
+
+
 def test_offsets_that_are_gone_leave_nothing_behind():
     layout = layout_of([9], [9])
     tiles(layout, "q", 16)
     held = len(schedule._kept)
     del layout
+    gc.collect()  # the interpreter leaves arguments in cycles
     tiles(layout_of([9], [9]), "q", 16)
     assert len(schedule._kept) <= held
 
@@ -353,6 +362,26 @@ def test_a_driver_that_is_missing_or_too_old_is_none(monkeypatch, library):
     monkeypatch.setattr(ctypes, "CDLL", load)
     assert capture._driver() is None
     capture._driver.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("manager", "wanted"),
+    [
+        (None, 9),
+        (SimpleNamespace(in_warmup=False, in_recording=False), 9),
+        (SimpleNamespace(in_warmup=True, in_recording=False), None),
+        (SimpleNamespace(in_warmup=False, in_recording=True), None),
+    ],
+)
+def test_nothing_is_kept_of_graphs_of_the_compiler(monkeypatch, manager, wanted):
+    def get_manager(index, create_if_none_exists):
+        assert (index, create_if_none_exists) == (3, False)
+        return manager
+
+    monkeypatch.setitem(sys.modules, "torch._inductor.cudagraph_trees", SimpleNamespace(get_manager=get_manager))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=5))
+    monkeypatch.setattr(capture, "_number", lambda stream: stream + 4)
+    assert capture.current(torch.device("cuda", 3)) == (5, wanted)
 
 
 def test_a_cpu_has_neither_streams_nor_captures():

@@ -1,6 +1,7 @@
 """CUDA graphs: every op of this package is captured forward and backward, and a replay with other values and other rows gives what a call gives. Tile
 lists are shared within one capture and by nothing else."""
 
+import sys
 from unittest.mock import patch
 
 import pytest
@@ -152,3 +153,20 @@ def test_layers_and_directions_that_one_graph_captures_share_lists(built, backen
     built.clear()
     captured(lambda: [_results(function, work) for work in works])
     assert len(built) <= alone
+
+
+@pytest.mark.parametrize("backend", ["triton", "gluon"])
+def test_graphs_of_the_compiler_hold_no_list(backend):
+    """It fails where memory of its graphs is held that it does not know of."""
+    works = [work_of("gdpa", "", lengths) for lengths in (BEFORE, AFTER) * 3]
+    function = resolve(works[0], backend)
+    if not callable(function):
+        pytest.skip(function)
+    compiled = torch.compile(lambda *given, **options: function(*given, **options) * 2, mode="reduce-overhead")
+    for work in works:
+        torch.compiler.cudagraph_mark_step_begin()
+        found = [result.clone() for result in _results(compiled, work)]
+        wanted = [2 * result for result in _results(function, work)]
+        assert same(found, wanted)
+    trees = sys.modules["torch._inductor.cudagraph_trees"]
+    assert trees.get_manager(torch.cuda.current_device(), create_if_none_exists=False) is not None, "it has recorded graphs"

@@ -1,6 +1,7 @@
 """Which capture of a CUDA graph the work on a device goes to; torch only tells whether there is one."""
 
 import ctypes
+import sys
 from functools import cache
 from typing import Any
 
@@ -13,13 +14,23 @@ IDLE, ACTIVE = 0, 1
 def current(device: torch.device) -> tuple[int | None, int | None]:
     """The current stream of a device, None on a CPU, and the number of the capture that it takes part in: no other capture of this process has it.
 
-    The number is 0 where there is no capture, and None where there may be one without a number: the driver cannot be asked, or the capture has
-    failed.
+    The number is 0 where there is no capture, and None where nothing may be kept from call to call: in a capture without a number, because the driver
+    cannot be asked or the capture has failed, and while torch's compiler warms up or records graphs of its own.
     """
     if device.type != "cuda":
         return None, 0
     stream = torch.cuda.current_stream(device).cuda_stream
-    return stream, _number(stream)
+    return stream, None if _compiler_records(device) else _number(stream)
+
+
+def _compiler_records(device: torch.device) -> bool:
+    """Whether calls may use the memory of graphs of ``torch.compile(mode="reduce-overhead")``, which fails where some of it is still held when a
+    graph is through."""
+    trees = sys.modules.get("torch._inductor.cudagraph_trees")
+    if trees is None:
+        return False
+    manager = trees.get_manager(torch.cuda.current_device() if device.index is None else device.index, create_if_none_exists=False)
+    return manager is not None and (manager.in_warmup or manager.in_recording)
 
 
 def _number(stream: int) -> int | None:

@@ -113,8 +113,8 @@ def _offsets(layout: Layout) -> list[Tensor]:
 
 
 def _key(layout: Layout, axis: str, block: int) -> Any:
-    """What a list depends on, by identity and version of the offsets; None where that says nothing: for inference tensors, which count no versions,
-    and in a capture of a CUDA graph that has no number.
+    """What a list depends on, by identity and version of the offsets; None where none is kept: of inference tensors, which count no versions, and
+    where ``capture`` says so.
 
     The first item is the capture, 0 where there is none. A list that is built while a graph is captured is filled at each replay, from what the
     offsets hold then: it is right for the calls of the same capture and for no others.
@@ -125,7 +125,7 @@ def _key(layout: Layout, axis: str, block: int) -> Any:
     for offsets in _offsets(layout):
         if offsets.is_inference():
             return None
-        found.append((offsets.untyped_storage()._cdata, offsets.storage_offset(), offsets._version))
+        found.append((offsets.untyped_storage()._cdata, offsets.storage_offset(), offsets.stride(0), offsets._version))
     stream, capture = current(layout.device)
     if capture is None:
         return None
