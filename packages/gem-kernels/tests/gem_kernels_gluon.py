@@ -13,6 +13,7 @@ from unittest.mock import patch
 import torch
 
 import gem_kernels
+from gem_kernels.common.compiled import whole
 
 MODULES = ("gem_kernels.common.hopper.gluon", "gem_kernels.common.language", "gem_kernels.common.hopper.language")
 
@@ -257,6 +258,7 @@ class Model:
 
     @staticmethod
     def _given(x):
+        x = whole(x)
         if hasattr(x, "block_shape"):
             return Descriptor(x)
         return Pointer(_memory(x, x.storage_offset())) if isinstance(x, torch.Tensor) else x

@@ -79,7 +79,7 @@ def test_what_the_copy_engine_cannot_address_is_copied():
 def test_a_ragged_descriptor_ends_every_row_and_reaches_every_token():
     """The four coordinates of ``language.load`` add up to the address of the token, modulo 2^64 bytes; the third ends where the row does."""
     x = torch.zeros(100, 3, 64, dtype=torch.bfloat16)[:, :2]
-    descriptor = launch._ragged(x, 64)
+    _, descriptor = launch._ragged(x, 64)
     start, length, i, column = 30, 20, 7, 64
     coordinates = (2**30, start + length, 2**30 - length + i, column)
     offset = sum(c * s for c, s in zip(coordinates, descriptor.strides, strict=True))

@@ -5,6 +5,7 @@ The first launch of a kernel under a new key goes through Triton, which compiles
 launcher the arguments that Triton would hand it, tensors as addresses. A key tells apart all that Triton's own key does: the dtype of every tensor
 and whether its address is a multiple of 16; of every integer its width and, where it is specialised, whether it is 1 or a multiple of 16; dtype,
 block and layout of every descriptor; constants, options and the current device. ``GEM_CHECK=full`` compares some launches with Triton's own choice.
+Descriptors are given as a ``Block`` (``compiled``); those of Triton's own class are handed to Triton's launcher as they are.
 Triton also looks, at each launch, whether a global that the kernel reads has changed since it was compiled; that is not done here.
 """
 
@@ -17,13 +18,16 @@ import torch
 from torch import Tensor
 
 from gem_core.spec import RequestError
+from gem_kernels.common.compiled import Block, Compiled, whole
 from gem_kernels.common.direct_launch import SWITCH, why_through_triton
 
+MOST = 1024
+"""Kinds of launches of one kernel that are remembered; then all are forgotten."""
 EVERY = 64
 """Under ``GEM_CHECK=full`` the first direct launch of a kernel is compared, and then each of these many."""
 
 
-def launch(kernel: Any, grid: int, device: torch.device, arguments: dict[str, Any]) -> Any:
+def launch(kernel: Any, grid: int, device: torch.device, arguments: dict[str, Any]) -> None:
     """Launch ``kernel`` on a grid of one axis, on the current stream of ``device``.
 
     Args:
@@ -32,20 +36,21 @@ def launch(kernel: Any, grid: int, device: torch.device, arguments: dict[str, An
         device: where the tensors lie.
         arguments: parameters and options by name.
 
-    Returns:
-        The compiled kernel, where it can be launched directly from now on; else None.
-
     Raises:
         RequestError: ``GEM_DIRECT_LAUNCH`` is neither 0 nor 1; or, under ``GEM_CHECK=full``, a direct launch would not be Triton's.
     """
     place = direct(kernel, device)
     if place is not None:
-        return place[0].launch(place, grid, arguments)
-    if device.type == "cpu" or device.index == torch.cuda.current_device():
-        kernel[(grid,)](**arguments)
-        return None
-    with torch.cuda.device(device):
-        return launch(kernel, grid, device, arguments)
+        place[0].launch(place, grid, arguments)
+    elif device.type == "cpu" or device.index == torch.cuda.current_device():
+        _by_triton(kernel, grid, arguments)
+    else:
+        with torch.cuda.device(device):
+            launch(kernel, grid, device, arguments)
+
+
+def _by_triton(kernel: Any, grid: int, arguments: dict[str, Any]) -> Any:
+    return kernel[(grid,)](**{name: whole(value) for name, value in arguments.items()})
 
 
 Place = tuple["Launcher", int, bool, str]
@@ -66,7 +71,7 @@ def direct(kernel: Any, device: torch.device) -> Place | None:
         if not hasattr(kernel, "device_caches"):  # the interpreter's
             return None
         found = _launchers[id(kernel)] = Launcher(kernel)
-    index = found.driver.active.get_current_device()
+    index = found.driver.get_current_device()
     if found.watched() or (device.index != index and device.type != "cpu"):
         return None
     return found, index, found.knobs.runtime.debug, found.knobs.compilation.instrumentation_mode
@@ -95,71 +100,70 @@ class Launcher:
         self.defaults = {p.name: p.default for p in params if p.has_default}
         self.values = itemgetter(*kernel.arg_names)
         self.varying = [(i, not p.do_not_specialize) for i, p in enumerate(params) if not p.is_constexpr]
-        self.kept: dict[tuple[Any, ...], Any] = {}
+        self.kept: dict[tuple[Any, ...], Compiled] = {}
         self.hits = 0
         self.driver, self.knobs = _runtime()
 
-    def launch(self, place: Place, grid: int, arguments: dict[str, Any]) -> Any:
-        """Launch on the current device and stream; returns the compiled kernel, None where Triton had to see to it."""
-        known = self.key(place, arguments)
+    def launch(self, place: Place, grid: int, arguments: dict[str, Any]) -> None:
+        """Launch on the current device and stream."""
+        values = self.values({**self.defaults, **arguments} if self.defaults else arguments)
+        known = self.key(place, values, arguments)
         if known is None:
-            self.kernel[(grid,)](**arguments)
-            return None
+            _by_triton(self.kernel, grid, arguments)
+            return
         key, passed = known
         compiled = self.kept.get(key)
         if compiled is None:
-            return self._first(key, grid, arguments)
+            self._first(key, grid, values, arguments)
+            return
         if checked():
-            self.compare(compiled, place, passed, arguments)
-        compiled.run(grid, 1, 1, self.stream(place), compiled.function, compiled.packed_metadata, None, None, None, *passed)
-        return compiled
-
-    def stream(self, place: Place) -> int:
-        """The current stream."""
-        found: int = self.driver.active.get_current_stream(place[1])
-        return found
+            self.compare(compiled.kernel, place, passed, arguments)
+        compiled.launch(grid, self.driver.get_current_stream(place[1]), values, passed)
 
     def watched(self) -> bool:
         """Whether somebody wants to see or change launches: profilers, tuners, compiler passes. Triton serves them."""
         runtime = self.knobs.runtime
-        return (
-            bool(self.kernel.pre_run_hooks)
-            or runtime.add_stages_inspection_hook is not None
-            or _calls(runtime.launch_enter_hook)
-            or _calls(runtime.launch_exit_hook)
-        )
+        if self.kernel.pre_run_hooks or runtime.add_stages_inspection_hook is not None:
+            return True
+        enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook  # a function each, or a chain of them
+        return bool((enter is not None and getattr(enter, "calls", True)) or (leave is not None and getattr(leave, "calls", True)))
 
-    def key(self, place: Place, arguments: dict[str, Any]) -> tuple[tuple[Any, ...], list[Any]] | None:
-        """What tells launches apart, and the values that the launcher gets, in its order; None for a call that only Triton understands."""
-        passed = list(self.values({**self.defaults, **arguments} if self.defaults else arguments))
-        kinds: list[Any] = passed.copy()  # constants stand for themselves
+    def key(self, place: Place, values: tuple[Any, ...], arguments: dict[str, Any]) -> tuple[tuple[Any, ...], list[Any]] | None:
+        """What tells launches apart, and the values with tensors as addresses; None for a call that only Triton understands."""
+        kinds: list[Any] = [*values]  # constants stand for themselves
+        passed = [*values]
         for i, specialised in self.varying:
-            value = passed[i]
-            if type(value) is int:
-                kinds[i] = integer_kind(value, specialised)
-            elif isinstance(value, Tensor):
+            value = values[i]
+            kind = value.__class__
+            if kind is int:
+                small = -(2**31) <= value < 2**31
+                kinds[i] = (value == 1, value % 16 == 0) if small and specialised else integer_kind(value, specialised)
+            elif kind is Tensor or isinstance(value, Tensor):
                 if not value.is_cuda:
                     return None
                 passed[i] = address = value.data_ptr()
-                kinds[i] = (value.dtype, address % 16 == 0)
-            else:
-                kinds[i] = kind_of(value)
-                if kinds[i] is None:
+                kinds[i] = value.dtype, address % 16 == 0
+            elif kind is Block:
+                x, described = value
+                passed[i] = address = x.data_ptr()
+                if not x.is_cuda or address % 16:  # Triton says what is wrong with it
                     return None
-        options = [(name, arguments[name]) for name in sorted(arguments.keys() - self.names)]
-        return (*place[1:], *kinds, *options), passed
+                kinds[i] = x.dtype, described, None if described.strides else x.stride()
+            elif value is None or kind is float or kind is bool:
+                kinds[i] = kind
+            elif hasattr(value, "block_shape") and value.base.is_cuda:
+                kinds[i] = value.base.dtype, tuple(value.block_shape), getattr(value, "layout", None)
+            else:
+                return None
+        options = sorted(arguments.keys() - self.names)
+        return (*place[1:], *kinds, *options, *[arguments[name] for name in options]), passed
 
-    def passed(self, arguments: dict[str, Any]) -> list[Any]:
-        """The values that the launcher gets, tensors as addresses."""
-        given = self.values({**self.defaults, **arguments})
-        return [value.data_ptr() if isinstance(value, Tensor) else value for value in given]
-
-    def _first(self, key: tuple[Any, ...], grid: int, arguments: dict[str, Any]) -> Any:
-        compiled = self.kernel[(grid,)](**arguments)
-        if compiled is None or compiled.metadata.target.backend != "cuda":
-            return None
-        self.kept[key] = compiled
-        return compiled
+    def _first(self, key: tuple[Any, ...], grid: int, values: tuple[Any, ...], arguments: dict[str, Any]) -> None:
+        kernel = _by_triton(self.kernel, grid, arguments)
+        if kernel is not None and kernel.metadata.target.backend == "cuda":
+            if len(self.kept) >= MOST:
+                self.kept.clear()
+            self.kept[key] = Compiled(kernel, values)
 
     def compare(self, compiled: Any, place: Place, passed: list[Any], arguments: dict[str, Any]) -> None:
         """Ask Triton, now and then, which kernel it would launch with which arguments."""
@@ -171,32 +175,26 @@ class Launcher:
         kernels, keys, _, _, binder = self.kernel.device_caches[place[1]]
         runtime, compilation = self.knobs.runtime, self.knobs.compilation
         debug = arguments.get("debug", self.kernel.debug) or runtime.debug
-        bound, specialization, options = binder(**{**arguments, "debug": debug, "instrumentation_mode": compilation.instrumentation_mode})
+        given = {name: whole(value) for name, value in arguments.items()}
+        bound, specialization, options = binder(**{**given, "debug": debug, "instrumentation_mode": compilation.instrumentation_mode})
         theirs = kernels.get(compute_cache_key(keys, specialization, options))
-        values = [value.data_ptr() if isinstance(value, Tensor) else value for value in bound.values()]
+        values = [_address(value, mine) for value, mine in zip(bound.values(), passed, strict=True)]
         if theirs is not compiled or any(mine is not other and mine != other for mine, other in zip(passed, values, strict=True)):
             so = "Triton would launch another kernel, or hand it other arguments"
             raise RequestError(f"direct launch of {self.kernel.__name__}", so, f"Leave {SWITCH} out, and report this with the release of triton.")
+
+
+def _address(value: Any, mine: Any) -> Any:
+    """A value of Triton's as ``Launcher.key`` passes it: tensors, and descriptors of a ``Block``, as addresses."""
+    if isinstance(value, Tensor):
+        return value.data_ptr()
+    return value.base.data_ptr() if hasattr(value, "block_shape") and value is not mine else value
 
 
 def integer_kind(value: int, specialised: bool) -> int:
     """What Triton's key holds of an integer: its width, and if it is specialised whether it is 1 and whether it is a multiple of 16."""
     width = 0 if -(2**31) <= value < 2**31 else 4 if value < 2**63 else 8
     return width + (value == 1) + 2 * (value % 16 == 0) if specialised else width
-
-
-def kind_of(value: Any) -> Any:
-    """What Triton's key holds of a value that is no tensor, integer or constant, or something finer; None for what is not known here."""
-    if value is None or type(value) in (float, bool):
-        return type(value)
-    if hasattr(value, "block_shape") and value.base.is_cuda:
-        return value.base.dtype, tuple(value.block_shape), getattr(value, "layout", None)
-    return None
-
-
-def _calls(hook: Any) -> bool:
-    """Whether a hook of Triton, a chain of functions or a function, does something."""
-    return hook is not None and bool(getattr(hook, "calls", True))
 
 
 _launchers: dict[int, Launcher] = {}
@@ -207,4 +205,4 @@ def _runtime() -> tuple[Any, Any]:
     from triton import knobs
     from triton.runtime import driver
 
-    return driver, knobs
+    return driver.active, knobs

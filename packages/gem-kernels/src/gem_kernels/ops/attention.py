@@ -53,6 +53,9 @@ class AttentionCall:
     scale_after: bool = False
     bias: Tensor | None = None
     rows: int = field(init=False)
+    heads: int = field(init=False)
+    kv_heads: int = field(init=False)
+    out_tokens: int = field(init=False)
 
     def __post_init__(self) -> None:
         width = max(self.q.shape[-1], self.v.shape[-1])
@@ -61,22 +64,12 @@ class AttentionCall:
         if self.k_offsets is None:
             self.k, self.v = self.k.flatten(0, 1), self.v.flatten(0, 1)
         self.q, self.k, self.v = readable(self.q, self.k, self.v)
-
-    @property
-    def heads(self) -> int:
-        return self.q.shape[1]
-
-    @property
-    def kv_heads(self) -> int:
-        return self.k.shape[1]
+        self.heads, self.kv_heads = self.q.shape[1], self.k.shape[1]
+        self.out_tokens = self.q.shape[0] * (self.rows if self.q_offsets is None else 1)
 
     @property
     def shared(self) -> bool:
         return self.q_offsets is None
-
-    @property
-    def out_tokens(self) -> int:
-        return self.q.shape[0] * (self.rows if self.shared else 1)
 
     def nothing_to_do(self) -> bool:
         """No query finds a key: outputs and gradients are zeros."""

@@ -32,7 +32,7 @@ def interpreted() -> bool:
 
 
 def check_call(op: str, lead: Tensor, others: Sequence[Tensor | None] = (), *, width: int = 1, limit: int = 1) -> None:
-    """Refuse what a portable kernel does not take; called inside the custom op, where a compiler does not look.
+    """Refuse what a portable kernel does not take, or gives no right result for; called inside the custom op, where a compiler does not look.
 
     Args:
         op: name of the op, for messages.
@@ -41,28 +41,29 @@ def check_call(op: str, lead: Tensor, others: Sequence[Tensor | None] = (), *, w
         width: larger head size of the call.
         limit: largest head size of the kernel.
     """
-    asked = f"{op} with backend 'triton'"
     dtypes = [t.dtype for t in (lead, *others) if t is not None]
     if lead.dtype not in DTYPES or len(set(dtypes)) > 1:
         named = ", ".join(str(dtype) for dtype in dict.fromkeys(dtypes))
-        raise KernelUnavailable(asked, f"the inputs are {named}", "Give all the same dtype: float32, bfloat16 or float16.")
+        raise KernelUnavailable(_asked(op), f"the inputs are {named}", "Give all the same dtype: float32, bfloat16 or float16.")
     if width > limit:
-        raise KernelUnavailable(asked, f"head size {width} is above {limit}", "Use more heads, or backend='reference'.")
-    check_device(asked, lead)
+        raise KernelUnavailable(_asked(op), f"head size {width} is above {limit}", "Use more heads, or backend='reference'.")
+    if interpreted():
+        if lead.dtype is torch.bfloat16:
+            raise KernelUnavailable(_asked(op), NO_BF16, "Use float32 or float16, or a GPU.")
+    elif not lead.is_cuda:
+        do = "Move them to a GPU, or set TRITON_INTERPRET=1 before triton is imported."
+        raise MachineError(_asked(op), f"the tensors lie on {lead.device}", do)
 
 
-def check_device(asked: str, lead: Tensor) -> None:
-    """Refuse a device or dtype on which Triton gives no right result."""
-    if interpreted() and lead.dtype is torch.bfloat16:
-        raise KernelUnavailable(asked, NO_BF16, "Use float32 or float16, or a GPU.")
-    if not interpreted() and not lead.is_cuda:
-        raise MachineError(asked, f"the tensors lie on {lead.device}", "Move them to a GPU, or set TRITON_INTERPRET=1 before triton is imported.")
+def _asked(op: str) -> str:
+    return f"{op} with backend 'triton'"
 
 
 def readable(*tensors: Tensor) -> list[Tensor]:
     """Kernels step over the last axis one element at a time and keep offsets inside a tile in 32 bits; any other layout of ``[tokens, ..., dim]``
     is copied."""
-    return [t if t.stride(-1) == 1 and t.stride(0) <= MAX_TOKEN_STRIDE else t.contiguous() for t in tensors]
+    strides = [t.stride() for t in tensors]
+    return [t if step[-1] == 1 and step[0] <= MAX_TOKEN_STRIDE else t.contiguous() for t, step in zip(tensors, strides, strict=True)]
 
 
 def block_width(size: int) -> int:

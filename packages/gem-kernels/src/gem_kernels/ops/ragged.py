@@ -1,29 +1,26 @@
 """Ragged descriptors of Hopper's copy engine for the portable kernels (``gem_kernels.common.hopper.language`` says how they end at a row)."""
 
-from functools import cache
-from importlib import import_module
-from typing import Any
+from functools import lru_cache
 
+import torch
 from torch import Tensor
 
+from gem_kernels.common.compiled import Block, Described
 from gem_kernels.ops import host
 
 AXIS = 2**31 - 2**16
 """Size of the descriptor axes that are not to end anywhere."""
 
 
-@cache
-def _descriptor() -> Any:
-    """A descriptor without the checks of Triton's, which take longer than the rest of a launch; ``copied`` has seen to what they ask."""
-    base = import_module("triton.tools.tensor_descriptor").TensorDescriptor
-    return type("Ragged", (base,), {"__post_init__": lambda self: None})
-
-
-def ragged(x: Tensor, rows: int) -> Any:
+def ragged(x: Tensor, rows: int) -> Block:
     """The ragged descriptor of ``gem_kernels.common.hopper.language`` for tiles of ``rows`` tokens of one head of ``x [tokens, heads, width]``."""
-    token, (heads, width) = x.stride(0), x.shape[1:]
-    shape = [AXIS, AXIS, 2**30, (heads - 1) * x.stride(1) + width]
-    return _descriptor()(x, shape, [2**34 - token, token, token, 1], [1, 1, rows, width])
+    return Block((x, _described(x.shape[1:], x.stride(), rows)))
+
+
+@lru_cache(1024)
+def _described(shape: torch.Size, strides: tuple[int, ...], rows: int) -> Described:
+    (heads, width), (token, head, _) = shape, strides
+    return Described((1, 1, rows, width), None, (AXIS, AXIS, 2**30, (heads - 1) * head + width), (2**34 - token, token, token, 1))
 
 
 def copied(*tensors: Tensor) -> bool:

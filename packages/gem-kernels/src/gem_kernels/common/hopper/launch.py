@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from gem_core.spec import RequestError
+from gem_kernels.common import launcher
+from gem_kernels.common.compiled import Block, Described
 from gem_kernels.common.hopper.forward import forward_kernel
-from gem_kernels.common.hopper.gluon import TensorDescriptor, gl
+from gem_kernels.common.hopper.gluon import gl
 from gem_kernels.common.hopper.key_grad import key_grad_kernel
 from gem_kernels.common.hopper.query_grad import query_grad_kernel
-from gem_kernels.common.plan import MOST, Described, planned
 from gem_kernels.common.schedule import programs
 
 if TYPE_CHECKING:
@@ -35,13 +36,13 @@ BLOCKS = {
 
 def forward(call: "AttentionCall", out: Tensor, lse: Tensor | None) -> None:
     """Write ``out`` ``[out_tokens, heads, v_dim]`` and, for softmax, ``lse`` ``[heads, out_tokens]``."""
-    q, k, v = _aligned(call.q), _aligned(call.k), _aligned(call.v)
+    q, k, v = map(_aligned, (call.q, call.k, call.v))
     keys, stages = _blocks("forward", q, v)
     sign = (call.scale > 0) - (call.scale < 0)
     softmax = call.activation == "softmax"
-    blocks = {"q_desc": (q, TILE // 2), "k_desc": (k, keys), "v_desc": (v, keys), "o_desc": (out, TILE // 2)}
     _over_tiles(
-        call, forward_kernel, "q", TILE, call.heads, (q, k, v), blocks, {"lse": lse}, keys=keys, stages=stages,
+        call, forward_kernel, "q", TILE, call.heads, (q, k, v), keys=keys, stages=stages,
+        q_desc=_ragged(q, TILE // 2), k_desc=_ragged(k, keys), v_desc=_ragged(v, keys), o_desc=_ragged(out, TILE // 2), lse=lse,
         scale=(abs(call.scale) or 1.0) * math.log2(math.e) if softmax else call.scale, SIGN=sign if softmax else 1, SHARED=call.shared,
     )  # fmt: skip
 
@@ -50,29 +51,24 @@ def query_grad(
     call: "AttentionCall", dout: Tensor, dq: Tensor, *, out: Tensor | None = None, lse: Tensor | None = None, delta: Tensor | None = None
 ) -> None:
     """Write ``dq`` and, for softmax, ``delta``. Not for a shared query."""
-    q, k, v, dout = _aligned(call.q), _aligned(call.k), _aligned(call.v), _aligned(dout)
+    q, k, v, dout = map(_aligned, (call.q, call.k, call.v, dout))
     (keys, stages), half = _blocks("query_grad", q, v), TILE // 2
-    blocks = {"q_desc": (q, half), "do_desc": (dout, half), "o_desc": (dout if out is None else out, half)}
-    blocks |= {"k_desc": (k, keys), "v_desc": (v, keys), "dq_desc": (dq, half)}
-    statistics = {"lse": lse, "delta": delta}
-    _over_tiles(call, query_grad_kernel, "q", TILE, call.heads, (q, k, v), blocks, statistics, keys=keys, stages=stages, **_scales(call))
+    do_desc = _ragged(dout, half)
+    _over_tiles(
+        call, query_grad_kernel, "q", TILE, call.heads, (q, k, v), keys=keys, stages=stages,
+        q_desc=_ragged(q, half), do_desc=do_desc, o_desc=do_desc if out is None else _ragged(out, half),
+        k_desc=_ragged(k, keys), v_desc=_ragged(v, keys), dq_desc=_ragged(dq, half), lse=lse, delta=delta, **_scales(call),
+    )  # fmt: skip
 
 
 def key_grad(call: "AttentionCall", dout: Tensor, dk: Tensor, dv: Tensor, *, lse: Tensor | None = None, delta: Tensor | None = None) -> None:
     """Write ``dk`` and ``dv``."""
-    q, k, v, dout = _aligned(call.q), _aligned(call.k), _aligned(call.v), _aligned(dout)
-    (queries, stages), half = _blocks("key_grad", q, v), TILE // 2
-    blocks = {
-        "q_desc": (q, queries),
-        "do_desc": (dout, queries),
-        "k_desc": (k, half),
-        "v_desc": (v, half),
-        "dk_desc": (dk, half),
-        "dv_desc": (dv, half),
-    }
+    q, k, v, dout = map(_aligned, (call.q, call.k, call.v, dout))
+    (queries, stages), keys = _blocks("key_grad", q, v), TILE
     _over_tiles(
-        call, key_grad_kernel, "k", queries, call.kv_heads, (q, k, v), blocks, {"lse": lse, "delta": delta}, keys=TILE, stages=stages,
-        SHARED=call.shared, **_scales(call),
+        call, key_grad_kernel, "k", queries, call.kv_heads, (q, k, v), keys=keys, stages=stages,
+        q_desc=_ragged(q, queries), do_desc=_ragged(dout, queries), k_desc=_ragged(k, keys // 2), v_desc=_ragged(v, keys // 2),
+        dk_desc=_ragged(dk, keys // 2), dv_desc=_ragged(dv, keys // 2), lse=lse, delta=delta, SHARED=call.shared, **_scales(call),
     )  # fmt: skip
 
 
@@ -87,52 +83,21 @@ def _scales(call: "AttentionCall") -> dict[str, float]:
 
 def _aligned(x: Tensor) -> Tensor:
     """``x`` ``[tokens, heads, width]``, copied where the copy engine cannot address it: it wants multiples of 16 bytes."""
-    fits = x.data_ptr() % 16 == 0 and x.stride(0) % 8 == 0 and (x.shape[1] - 1) * x.stride(1) + x.shape[2] <= MAX_COLUMNS
+    token, head, _ = x.stride()
+    fits = x.data_ptr() % 16 == 0 and token % 8 == 0 and (x.shape[1] - 1) * head + x.shape[2] <= MAX_COLUMNS
     return x if fits else x.clone(memory_format=torch.contiguous_format)
 
 
-def _ragged(x: Tensor, rows: int) -> TensorDescriptor:
+def _ragged(x: Tensor, rows: int) -> Any:
     """The descriptor of ``gem_kernels.common.hopper.language`` for blocks of ``rows`` tokens of one head of ``x`` ``[tokens, heads, width]``."""
-    found = _described(*_form(x, rows))
-    return _Ragged(x, found.shape, found.strides, list(found.block), found.layout)
+    return Block((x, _described(x.dtype, x.shape[1:], x.stride(), rows)))
 
 
-class _Ragged(TensorDescriptor):  # type: ignore[misc]
-    def __post_init__(self) -> None:
-        """No checks: ``_aligned`` has seen to what they ask, and they take longer than the rest of a launch."""
-
-
-def _form(x: Tensor, rows: int) -> tuple[Any, ...]:
-    """All that a ragged descriptor holds beside the address."""
-    return x.dtype, x.shape[1:], x.stride(), rows
-
-
-@lru_cache(MOST)
+@lru_cache(1024)
 def _described(dtype: torch.dtype, shape: torch.Size, strides: tuple[int, ...], rows: int) -> Described:
     (heads, width), (token, head, _) = shape, strides
-    block = (1, 1, rows, width)
-    layout = gl.NVMMASharedLayout.get_default_for(block, DTYPES[dtype])
-    return Described(block, layout, (AXIS, AXIS, 2**30, (heads - 1) * head + width), (2**34 - token, token, token, 1))
-
-
-Blocks = dict[str, tuple[Tensor, int]]
-"""By name of a descriptor, a tensor ``[tokens, heads, width]`` and how many tokens of one of its heads are copied at once."""
-
-
-def launch_ragged(kernel: Any, grid: int, blocks: Blocks, shared: dict[str, Any], **varying: Any) -> None:
-    """Launch a kernel with ragged descriptors.
-
-    Args:
-        kernel: the kernel.
-        grid: number of programs.
-        blocks: what is described, one tensor at least.
-        shared: arguments and options that follow from the op's options and the forms of its tensors, whatever the number of tokens.
-        varying: all others.
-    """
-    tensors = {name: x for name, (x, _) in blocks.items()}
-    forms = {name: _form(*block) for name, block in blocks.items()}
-    plan = planned(kernel, (*forms.values(),), shared, lambda: {name: _described(*form) for name, form in forms.items()})
-    plan.launch(grid, next(iter(tensors.values())).device, **varying, **tensors)
+    layout = gl.NVMMASharedLayout.get_default_for([1, 1, rows, width], DTYPES[dtype])
+    return Described((1, 1, rows, width), layout, (AXIS, AXIS, 2**30, (heads - 1) * head + width), (2**34 - token, token, token, 1))
 
 
 def _over_tiles(
@@ -142,12 +107,10 @@ def _over_tiles(
     queries: int,
     heads: int,
     read: tuple[Tensor, Tensor, Tensor],
-    blocks: Blocks,
-    statistics: dict[str, Tensor | None],
     *,
     keys: int,
     stages: int,
-    **shared: Any,
+    **arguments: Any,
 ) -> None:
     """Launch one program on each SM over the tiles of ``axis``, times ``heads``."""
     q, k, v = read
@@ -155,9 +118,10 @@ def _over_tiles(
     if found.bound * heads > MAX_ITEMS:
         raise RequestError(f"{call.op} of {found.bound} tiles and {heads} heads", f"the kernel counts to {MAX_ITEMS}", "Split the batch.")
     grid = programs(found.bound * heads, 1, q.device, persistent=True)
-    shared |= {
-        "heads": call.heads, "window": call.window or 0, "q_head": q.stride(1), "k_head": k.stride(1), "v_head": v.stride(1),
-        "GROUP": call.heads // call.kv_heads, "D": q.shape[-1], "V": v.shape[-1], "BLOCK_M": queries, "BLOCK_N": keys, "STAGES": stages,
-        "ACTIVATION": call.activation, "SCALE_AFTER": call.scale_after, "CAUSAL": call.causal, "WINDOW": call.window is not None, "num_warps": 4,
+    given = {
+        "records": found.records, "count": found.count, "heads": call.heads, "out_tokens": call.out_tokens, "window": call.window or 0,
+        "q_head": q.stride(1), "k_head": k.stride(1), "v_head": v.stride(1), "GROUP": call.heads // call.kv_heads, "D": q.shape[-1],
+        "V": v.shape[-1], "BLOCK_M": queries, "BLOCK_N": keys, "STAGES": stages, "ACTIVATION": call.activation, "SCALE_AFTER": call.scale_after,
+        "CAUSAL": call.causal, "WINDOW": call.window is not None, "num_warps": 4,
     }  # fmt: skip
-    launch_ragged(kernel, grid, blocks, shared, records=found.records, count=found.count, out_tokens=call.out_tokens, **statistics)
+    launcher.launch(kernel, grid, q.device, {**given, **arguments})

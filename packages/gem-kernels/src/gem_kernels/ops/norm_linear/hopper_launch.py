@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from gem_core.ops.dispatch import cuda_arch
+from gem_kernels.common.compiled import Block, Described
 from gem_kernels.ops import host
 
 ARCH = 90
@@ -28,6 +29,7 @@ class Cut(NamedTuple):
     stages: int
 
 
+@cache
 def cut(width: int, inner: int) -> Cut | None:
     """How the forward kernel cuts a product with a ``[width, inner]`` matrix; None if that does not fit into shared memory."""
     block, wide = (max(64, host.block_width(size)) for size in (width, inner))
@@ -37,6 +39,7 @@ def cut(width: int, inner: int) -> Cut | None:
     return Cut(block, wide, min(4, (SHARED - block * wide - results) // (ROWS * wide)))
 
 
+@cache
 def cut_grad(width: int, inner: int) -> Cut | None:
     """As ``cut``, for the kernel of the gradients, whose programs hold half of the matrix."""
     block, wide = (max(128, host.block_width(size)) for size in (width, inner))
@@ -111,12 +114,12 @@ def _module(name: str) -> Any:
     return import_module(f"gem_kernels.ops.norm_linear.{name}")
 
 
-def _described(x: Tensor, rows: int, columns: int) -> Any:
+def _described(x: Tensor, rows: int, columns: int) -> Block:
     """Descriptor of blocks of a matrix."""
-    return import_module("gem_kernels.common.hopper.gluon").TensorDescriptor.from_tensor(x, [rows, columns], _layout(rows, columns, x.dtype))
+    return Block((x, _tile(rows, columns, x.dtype)))
 
 
 @cache
-def _layout(rows: int, columns: int, dtype: torch.dtype) -> Any:
+def _tile(rows: int, columns: int, dtype: torch.dtype) -> Described:
     shared = import_module("gem_kernels.common.hopper.launch")
-    return shared.gl.NVMMASharedLayout.get_default_for([rows, columns], shared.DTYPES[dtype])
+    return Described((rows, columns), shared.gl.NVMMASharedLayout.get_default_for([rows, columns], shared.DTYPES[dtype]))

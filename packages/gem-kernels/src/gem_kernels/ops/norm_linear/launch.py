@@ -16,6 +16,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from gem_core.ops.norm_linear import flops
 from gem_core.spec import KernelUnavailable
+from gem_kernels.common.compiled import Block, Described
 from gem_kernels.ops import host
 from gem_kernels.ops.direct import differentiable, direct, unwatched
 from gem_kernels.ops.limits import MAX_NORM_WIDTH
@@ -79,7 +80,7 @@ def _kernels() -> Any:
 
 def _fits(x: Tensor, weight: Tensor, before: bool) -> bool:
     """Whether a fused kernel takes the call: tensor descriptors want addresses and rows in multiples of 16 bytes."""
-    aligned = all(t.data_ptr() % 16 == 0 and t.stride(0) % 8 == 0 for t in (x, weight)) and weight.shape[0] % 8 == 0
+    aligned = (x.data_ptr() | weight.data_ptr()) % 16 == 0 and (x.stride(0) | weight.stride(0) | weight.shape[0]) % 8 == 0
     wide = max(weight.shape) if before else weight.shape[0]
     return x.element_size() == 2 and aligned and 0 < x.shape[0] <= MAX_ROWS and wide <= FUSED_WIDTH
 
@@ -97,8 +98,13 @@ def after_tile(width: int, roomy: bool) -> Tile:
     return Tile(64, block, 32, 4, 8) if block > 256 else Tile(128, block, 64, 3, 8)
 
 
-def _descriptor(tensor: Tensor, rows: int, columns: int) -> Any:
-    return import_module("triton.tools.tensor_descriptor").TensorDescriptor.from_tensor(tensor, [rows, columns])
+def _descriptor(tensor: Tensor, rows: int, columns: int) -> Block:
+    return Block((tensor, _described(rows, columns)))
+
+
+@cache
+def _described(rows: int, columns: int) -> Described:
+    return Described((rows, columns))
 
 
 def _launch_fused(kernel: Any, cut: Tile, x: Tensor, weight: Tensor, layer: bool, **arguments: Any) -> Tensor:
@@ -115,12 +121,12 @@ def _launch_fused(kernel: Any, cut: Tile, x: Tensor, weight: Tensor, layer: bool
 
 def _on_hopper(x: Tensor, weight: Tensor) -> bool:
     """Whether a call that fits goes to the Hopper kernels."""
-    return x.element_size() == 2 and hopper_launch.here(x) and hopper_launch.cut(*weight.shape) is not None
+    return x.element_size() == 2 and hopper_launch.here(x) and hopper_launch.cut(*map(int, weight.shape)) is not None
 
 
 def _hopper_grads(x: Tensor, weight: Tensor, layer: bool) -> bool:
     """Whether the gradients of a call that the Hopper kernels take are made by one of them, from the result and the factors of the rows."""
-    return not layer and _on_hopper(x, weight) and hopper_launch.cut_grad(*weight.shape) is not None
+    return not layer and _on_hopper(x, weight) and hopper_launch.cut_grad(*map(int, weight.shape)) is not None
 
 
 def _bare(gamma: Maybe, beta: Maybe, before: bool) -> bool:
@@ -135,7 +141,7 @@ def _keeps_factors(x: Tensor, weight: Tensor, gamma: Maybe, beta: Maybe, residua
 
 
 def _fused_before(x: Tensor, weight: Tensor, bias: Maybe, gamma: Maybe, beta: Maybe, layer: bool, eps: float, factors: Maybe) -> Tensor:
-    shift = None if beta is None else weight.float() @ beta.float()
+    shift = None if beta is None else _shift(weight, beta)
     if shift is not None and bias is not None:
         shift = shift + bias
     scaled = weight if gamma is None else weight * gamma
@@ -147,6 +153,11 @@ def _fused_before(x: Tensor, weight: Tensor, bias: Maybe, gamma: Maybe, beta: Ma
     found, means = row_statistics(x, layer=layer, eps=eps)
     arguments = {"bias": bias if shift is None else shift, "factors": found, "means": means, "sums": sums}
     return _launch_fused(_kernels().before_kernel, cut, x, scaled, layer, **arguments)
+
+
+def _shift(weight: Tensor, beta: Tensor) -> Tensor:
+    with host.no_autocast(weight):
+        return weight.float() @ beta.float()
 
 
 def _fused_after(x: Tensor, weight: Tensor, bias: Maybe, gamma: Maybe, beta: Maybe, layer: bool, eps: float, factors: Maybe) -> Tensor:
@@ -187,11 +198,11 @@ def _forward(
     kept = x.shape[0] if _keeps_factors(x, weight, gamma, beta, residual, layer, before, keep) else 0
     factors = (x.new_zeros if before and not fits else x.new_empty)(kept, dtype=torch.float32)
     written, total = factors if kept else None, x if itself else x.new_empty(0)
+    if fits:
+        fused = _fused_before if before else _fused_after
+        return fused(x, weight, bias, gamma, beta, layer, eps, written), total, factors
     options: dict[str, Any] = {"layer": layer, "eps": eps, "keep": keep and not itself}
     with host.no_autocast(x):
-        if fits:
-            fused = _fused_before if before else _fused_after
-            return fused(x, weight, bias, gamma, beta, layer, eps, written), total, factors
         if before:
             normed_rows, summed = norm_rows(x, residual, gamma, beta, **options)
             return F.linear(normed_rows, weight, bias), total if itself else summed, factors
@@ -224,11 +235,11 @@ def _grad(
     x, weight, residual = _readable(x, weight, residual)
     options: dict[str, Any] = {"layer": layer, "eps": eps, "dtotal": dtotal}
     alone = residual is None and (before or dtotal is None) and _fits(x, weight, before)
+    if out is not None and factors is not None and alone and _hopper_grads(x, weight, layer):
+        dx, dweight, dbias, dgamma = hopper_launch.backward(dout, x, weight, bias, gamma, out, factors, before=before, eps=eps)
+        dx = dx if dtotal is None else dx.add_(dtotal)
+        return dx, dweight, _filled(x, dbias), _filled(x, dgamma), x.new_empty(0), x.new_empty(0)
     with host.no_autocast(x):
-        if out is not None and factors is not None and alone and _hopper_grads(x, weight, layer):
-            dx, dweight, dbias, dgamma = hopper_launch.backward(dout, x, weight, bias, gamma, out, factors, before=before, eps=eps)
-            dx = dx if dtotal is None else dx.add_(dtotal)
-            return dx, dweight, _filled(x, dbias), _filled(x, dgamma), x.new_empty(0), x.new_empty(0)
         if before:
             found = norm_rows_grad(dout @ weight, x, residual, gamma, beta, normed=True, **options)
             assert found.normed is not None
