@@ -33,6 +33,13 @@ def test_on_a_cpu_nothing_is_low() -> None:
     assert decisions["body"].format == "fp32"
 
 
+def test_a_plan_for_a_gpu_on_a_machine_without_one_has_its_decisions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    decisions = {d.module: d for d in fp8_block(emulate=False, islands=()).prepare(model(), "cuda")}
+    assert "this is a CUDA device that this machine lacks" in decisions["body"].reason
+    assert decisions["body"].format == "bf16"
+
+
 def test_a_layer_that_fits_is_native_and_the_other_stays(hopper: None) -> None:
     net = model()
     decisions = {d.module: d for d in fp8_block(emulate=False, islands=()).prepare(net, "cuda")}

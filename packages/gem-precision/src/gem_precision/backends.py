@@ -25,7 +25,7 @@ class Device:
     Args:
         type: ``cpu`` or ``cuda``.
         name: the model, as torch has it for a GPU and the system for a CPU.
-        arch: compute capability as an integer, 90 for sm90; None on a CPU.
+        arch: compute capability as an integer, 90 for sm90; None on a CPU and where it is unknown.
     """
 
     type: str
@@ -34,9 +34,11 @@ class Device:
 
     @classmethod
     def here(cls, device_type: str) -> "Device":
-        """The device of that type that this process computes on."""
+        """The device of that type that this process computes on; of a GPU that a plan is made for, on a machine without one, nothing is known."""
         if device_type != "cuda":
             return cls(type=device_type, name=_processor())
+        if not torch.cuda.is_available():
+            return cls(type="cuda", name="a CUDA device that this machine lacks")
         major, minor = torch.cuda.get_device_capability()
         return cls(type="cuda", name=torch.cuda.get_device_name(), arch=10 * major + minor)
 

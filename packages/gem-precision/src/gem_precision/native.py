@@ -83,7 +83,7 @@ def mx_why_not(device: Device, shape: LinearShape) -> list[str]:
 def _reasons(device: Device, shape: LinearShape, arch: int, cores: str) -> list[str]:
     reasons = []
     if device.arch != arch:
-        where = device.type if device.arch is None else f"sm{device.arch}"
+        where = f"sm{device.arch}" if device.arch is not None else device.name if device.type == "cuda" else device.type
         reasons.append(f"its products need {cores} (sm{arch}), this is {where}")
     for name, width in (("inputs", shape.inputs), ("outputs", shape.outputs)):
         if width % 128 or not width:
