@@ -83,6 +83,8 @@ def test_which_parameters_are_rounded() -> None:
     idle = [(model.idle, "weight"), (model.idle, "bias")]
     assert to_round(model, DECISIONS) == [*linear, *normed, *idle, *added]
     assert to_round(model, [d for d in DECISIONS if d.module != "normed"]) == [*linear, *idle, *added]
+    model.normed.forward = lambda x: x  # a recipe looks into it
+    assert to_round(model, DECISIONS) == [*linear, *idle, *added]
     assert to_round(model.double(), DECISIONS) == []
 
 

@@ -50,10 +50,14 @@ def rounds_together(world: World, precision: Precision, strategies: Collection[s
 
 
 def to_round(model: nn.Module, decisions: Sequence[PrecisionDecision]) -> list[Place]:
-    """The float32 parameters of modules that round them to bfloat16 as the recipe decided."""
+    """The float32 parameters of modules that round them to bfloat16 as the recipe decided.
+
+    A module whose ``forward`` a recipe has replaced is left alone: what stands there may want to see weights as they are.
+    """
     low = {decision.module for decision in decisions if decision.format == "bf16"}
-    found = [m for name, m in model.named_modules() if name in low and (type(m) is nn.Linear or isinstance(m, ROUNDING))]
-    return [(m, name) for m in found for name, parameter in m.named_parameters(recurse=False) if parameter.dtype is torch.float32]
+    known = [m for name, m in model.named_modules() if name in low and (type(m) is nn.Linear or isinstance(m, ROUNDING))]
+    own = [m for m in known if "forward" not in vars(m)]
+    return [(m, name) for m in own for name, parameter in m.named_parameters(recurse=False) if parameter.dtype is torch.float32]
 
 
 @contextmanager
