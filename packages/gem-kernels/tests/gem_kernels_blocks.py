@@ -1,6 +1,7 @@
 """Checks of descriptors that are handed over by address, for a program of their own: the interpreter must be off, and Triton's own launcher of NVIDIA
 GPUs is in its place, the C functions below it excepted. ``python3 -m gem_kernels_blocks`` prints a line a check."""
 
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import gem_kernels_driver
@@ -24,21 +25,31 @@ SEEN = []
 SHARED = gl.NVMMASharedLayout.get_default_for([16, 16], gl.float16)
 
 
-def launch(x, y, z, stream, function, cooperative, early, packed, metadata, enter, leave, *rest):
-    *memory, values = rest
+def note(where, memory, packed, hooks, values):
+    metadata, enter, _ = hooks
     if enter is not None:
         enter(metadata)
-    addresses = [value.data_ptr() if isinstance(value, torch.Tensor) else value for value in values]
-    SEEN.append(((x, y, z), stream, function, (cooperative, early, packed), memory, addresses))
+    SEEN.append((*where, memory, packed, [value.data_ptr() if isinstance(value, torch.Tensor) else value for value in values]))
 
 
-def plain(values):
-    return tuple([tuple(value) if isinstance(value, list | tuple) else value for value in values])
+def launch_36(*given):
+    note(((given[:3]), *given[3:7]), given[7:9], given[9], given[10:13], given[13:])
 
 
-DRIVER.utils.launch, DRIVER.utils.fill_tma_descriptor_tiled = launch, lambda *given: plain(given)
-DRIVER.utils.build_signature_metadata = tuple
-nvidia.PyKernelArg, nvidia.ARG_TUPLE, nvidia.ARG_KERNEL, nvidia.ARG_CONSTEXPR = (lambda nested_tuple, type: type), 0, 1, 2
+def launch_37(*given):
+    note(((given[:3]), *given[3:7]), given[11:15], given[7], given[8:11], given[15])
+
+
+def filled(*given):
+    return tuple([tuple(value) if isinstance(value, list | tuple) else value for value in given])
+
+
+if hasattr(nvidia, "annotate_arguments"):
+    DRIVER.utils.launch, DRIVER.utils.fill_tma_descriptor_tiled, DRIVER.utils.build_signature_metadata = launch_37, filled, tuple
+    nvidia.PyKernelArg, nvidia.ARG_TUPLE, nvidia.ARG_KERNEL, nvidia.ARG_CONSTEXPR = (lambda nested_tuple, type: type), 0, 1, 2
+else:
+    DRIVER.utils.fill_tma_descriptor = filled
+    nvidia.library_dirs, nvidia.compile_module_from_src = list, lambda **source: SimpleNamespace(launch=launch_36)
 
 
 def launches(call):
