@@ -5,7 +5,7 @@ import torch
 
 from gem_core.spec import RequestError
 from gem_precision.emulated import norm_linear__fp8_block, norm_linear__fp8_square
-from gem_precision.native_ops import norm_linear, square_norm_linear
+from gem_precision.native_ops import WIDEST, norm_linear, square_norm_linear
 from gem_precision.plugin import gem_kernel_impls
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -100,6 +100,9 @@ def test_what_its_kernel_does_not_compute_is_refused_before_any_work():
         norm_linear(x, weight, where="after")
     with pytest.raises(RequestError, match="at most 4096"):
         norm_linear(torch.ones(1, 8192), torch.ones(128, 8192))
+    from gem_precision.kernels import norm
+
+    assert norm.WIDEST == WIDEST  # which is known without Triton
 
 
 def test_it_is_declared_for_hopper_and_bfloat16_alone():
