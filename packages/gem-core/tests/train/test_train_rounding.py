@@ -119,6 +119,22 @@ def test_without_autocast_nothing_is_rounded() -> None:
         pass
 
 
+def test_no_gradient_at_all() -> None:
+    class Ends(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> None:
+            return None
+
+    wide = torch.randn(3, requires_grad=True)
+    (low,) = RoundTogether.apply(wide)  # type: ignore[no-untyped-call]
+    Ends.apply(low).sum().backward()  # type: ignore[no-untyped-call]
+    assert wide.grad is None
+
+
 def test_gradients_in_another_order_of_memory() -> None:
     wide = [torch.randn(3, 4, requires_grad=True), torch.randn(0, 2, requires_grad=True), torch.randn(2, requires_grad=True)]
     low = RoundTogether.apply(*wide)  # type: ignore[no-untyped-call]

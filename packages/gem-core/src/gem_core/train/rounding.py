@@ -39,7 +39,8 @@ class RoundTogether(torch.autograd.Function):
     def backward(ctx: Any, *low: Tensor | None) -> tuple[Tensor | None, ...]:
         given = [None if gradient is None else gradient.contiguous() for gradient in low]  # lists of one layout are copied by few kernels
         wide = [None if gradient is None else torch.empty_like(gradient, dtype=torch.float32) for gradient in given]
-        torch._foreach_copy_([w for w in wide if w is not None], [g for g in given if g is not None])
+        if found := [g for g in given if g is not None]:
+            torch._foreach_copy_([w for w in wide if w is not None], found)
         return tuple(wide)
 
 
