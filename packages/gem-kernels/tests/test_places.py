@@ -4,7 +4,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from gem_kernels_places import CASES, FEW, assert_side_by_side, block, both, jagged, normal
+from gem_kernels_places import CASES, FEW, assert_side_by_side, block, both, hstu, jagged, kernel_of, normal, run
 from gem_kernels_portable import offsets_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -63,6 +63,28 @@ def test_the_gradients_of_normed_heads_are_their_own():
         seen, whole, grads = both("gains")
     assert all(map(torch.equal, whole.unbind(1), grads))
     assert [part.data_ptr() == place.data_ptr() for part, place in zip(seen, whole.unbind(1), strict=True)] == [False, False, True]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("concat", [False, True])
+def test_the_gradient_of_a_gate_behind_a_norm_lies_beside_those_of_hstu(concat, dtype):
+    base = normal(7, 4, 2, 16, dtype=dtype)
+    beside = normal(7, 32, dtype=dtype, seed=8) if concat else None
+
+    def call(parts):
+        gate, *others = parts
+        found = hstu((1.0, *others), offsets_of(FEW), 4)
+        return kernel_of("add_norm", "triton")(found.flatten(1), gate=gate, concat=beside)
+
+    x, reached = base.clone().requires_grad_(), []
+    whole = x.view_as(x)
+    whole.register_hook(reached.append)
+    out, seen = run(call, unbind_packed(whole, flat=1))
+    copies = [part.detach().flatten(1) if i == 0 else part.detach().clone() for i, part in enumerate(base.unbind(1))]
+    expected, grads = run(call, [t.clone().requires_grad_() for t in copies])
+    assert torch.equal(out, expected)
+    assert all(map(torch.equal, seen, grads))
+    assert [t.data_ptr() for t in seen] == [t.data_ptr() for t in reached[0].unbind(1)]
 
 
 def test_a_part_that_is_turned_on_the_way_is_copied():

@@ -116,10 +116,10 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from gem_kernels.ops.norm_linear import rows
 
-GIVEN = dict(x="*bf16", gamma="*bf16", beta="*bf16", gate="*bf16", out="*bf16", dy="*bf16", dz="*bf16", dgate="*bf16", dgamma="*fp32", dbeta="*fp32",
-             rows="i32", tiles="i32", eps="fp32", x_stride="i32", residual_stride="i32", gate_stride="i32", dy_stride="i32",
-             dtotal_stride="i32")
-SIZES = dict(LAYER=True, WIDTH=256, ROWS=8, BLOCK=256)
+GIVEN = dict(x="*bf16", gamma="*bf16", beta="*bf16", gate="*bf16", concat="*bf16", out="*bf16", dy="*bf16", dbeside="*bf16", dz="*bf16",
+             dgate="*bf16", dgamma="*fp32", dbeta="*fp32", rows="i32", tiles="i32", eps="fp32", x_stride="i32", residual_stride="i32",
+             gate_stride="i32", concat_stride="i32", dy_stride="i32", dtotal_stride="i32", dbeside_stride="i32")
+SIZES = dict(LAYER=True, WIDTH=256, ROWS=8, BLOCK=256, GATE_PARTS=4)
 for kernel in (rows.forward_kernel, rows.backward_kernel):
     signature = {n: GIVEN.get(n, "constexpr") for n in kernel.arg_names}
     constants = {(i,): SIZES.get(n) for i, n in enumerate(kernel.arg_names) if n not in GIVEN}

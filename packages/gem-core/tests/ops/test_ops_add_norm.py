@@ -58,6 +58,18 @@ def test_any_leading_shape_and_no_tokens_at_all(randn):
     assert torch.equal(torch.autograd.grad(out.sum(), gamma)[0], torch.zeros(4, dtype=torch.float64))
 
 
+def test_what_is_given_to_concat_stands_between_the_gate_and_the_result(randn):
+    """All gradients too, of a gate that is read twice."""
+    x, residual, gate, beside, gamma, beta = randn(2, 3, 4), randn(2, 3, 4), randn(2, 3, 4), randn(2, 3, 4), randn(4), randn(4)
+    out = add_norm(x, residual, gamma=gamma, beta=beta, gate=gate, concat=beside)
+    want = torch.cat([gate, beside, add_norm(x, residual, gamma=gamma, beta=beta, gate=gate)], -1)
+    assert torch.equal(out, want)
+    weight = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view(out.shape)
+    leaves = (x, residual, gate, beside, gamma, beta)
+    for a, b in zip(*(torch.autograd.grad((y * weight).sum(), leaves) for y in (out, want)), strict=True):
+        assert torch.equal(a, b)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_the_sum_and_the_gate_are_rounded_once(randn, dtype):
     x, residual, gate = ((randn(9, 256, grad=False) * 30).to(dtype) for _ in range(3))
@@ -81,6 +93,7 @@ def test_the_request_says_what_is_used(randn):
     x = randn(3, 4)
     assert check(x, norm="rms").features == {"rms"}
     assert check(x, x, gamma=x[0], gate=x).features == {"layer", "affine", "residual", "gate"}
+    assert check(x, gate=x, concat=x).features == {"layer", "gate", "concat"}
     assert flops() == 0
 
 
@@ -93,6 +106,9 @@ def test_the_request_says_what_is_used(randn):
         ({"gamma": torch.zeros(3)}, r"gamma has shape \[3\]"),
         ({"beta": torch.zeros(1, 4)}, r"beta has shape \[1, 4\]"),
         ({"gate": torch.zeros(5, 1)}, r"gate has shape \[5, 1\]"),
+        ({"concat": torch.zeros(5, 4)}, "there is a concat and no gate"),
+        ({"gate": torch.zeros(5, 4), "concat": torch.zeros(5, 8)}, r"concat has shape \[5, 8\]"),
+        ({"gate": torch.zeros(5, 4), "concat": torch.zeros(5, 4).double()}, "concat is torch.float64"),
         ({"residual": torch.zeros(4)}, r"residual has shape \[4\]"),
         ({"gate": torch.zeros(5, 4).double()}, "gate is torch.float64"),
         ({"x": torch.tensor(1.0)}, r"x has shape \[\]"),

@@ -140,7 +140,7 @@ def gem_kernel_impls() -> Sequence[KernelImpl]:
         _gluon("pooled_attention", "gem_kernels.ops.pooled_attention.hopper:gluon", ("per_row_seeds", "gqa")),
         _portable("pooled_attention", ("per_row_seeds", "gqa"), "check_attention"),
         _portable("norm_linear", ("rms", "layer", "before", "after", "affine", "residual", "return_sum")),
-        _portable("add_norm", ("rms", "layer", "affine", "residual", "gate")),
+        _portable("add_norm", ("rms", "layer", "affine", "residual", "gate", "concat")),
         _portable("gated_residual", ()),
         _portable("pffn", ("scale_after", *(word for word in _GDPA_FEATURES if word.startswith("act_"))), "check_pffn"),
         *(_portable(op, (), None, "jagged.move", _MOVED) for op in ("jagged_concat", "jagged_split", "jagged_pad", "jagged_unpad")),

@@ -40,7 +40,7 @@ OPS = (
         "RMSNorm or LayerNorm before or after a matmul, with residual",
         ("rms", "layer", "before", "after", "affine", "residual", "return_sum"),
     ),
-    _op("add_norm", "RMSNorm or LayerNorm of a sum, with a gate behind it", ("rms", "layer", "affine", "residual", "gate")),
+    _op("add_norm", "RMSNorm or LayerNorm of a sum, with a gate behind it", ("rms", "layer", "affine", "residual", "gate", "concat")),
     _op("gated_residual", "gate times x plus residual"),
     _op("pffn", "LayerNorm, gdpa on dense keys, residual and RMSNorm in one", ("scale_after", *_ACTIVATION_WORDS)),
     _op("jagged_concat", "join jagged tensors row by row", module="jagged", prefix="concat_"),

@@ -91,7 +91,7 @@ class HstuLayer(nn.Module):
         self.prefix = prefix
         self.heads, self.head_dim, self.window, self.longest = options.heads, dim // options.heads, options.window, longest
         self.inputs = PreNormLinear(dim, 4 * dim, norm="layer")
-        self.norm = AddNorm(dim, gate=True)
+        self.norm = AddNorm(dim, gate=True, concat=options.concat_inputs)
         self.concat = options.concat_inputs
         self.out = nn.Linear(3 * dim if self.concat else dim, dim)
         self.dropout = nn.Dropout(options.dropout)
@@ -101,7 +101,7 @@ class HstuLayer(nn.Module):
 
     def forward(self, x: Tensor, pending: Tensor | None, offsets: Tensor, max_length: int, bias: Tensor | None) -> tuple[Tensor, Tensor]:
         made, x = self.inputs(x, pending)
-        gate, value, query, key = unbind_packed(nn.functional.silu(made).view(-1, 4, self.heads, self.head_dim))
+        gate, value, query, key = unbind_packed(nn.functional.silu(made).view(-1, 4, self.heads, self.head_dim), flat=1)
         q, k, v = together(query, key, value)
         parts = {"contextual": torch.full_like(offsets[1:], self.prefix), "targets": torch.ones_like(offsets[1:])} if self.prefix else {}
         found = self.slot(
@@ -116,9 +116,7 @@ class HstuLayer(nn.Module):
             norm_length=self.longest,
             **parts,
         )
-        gate = gate.flatten(1)
-        gated = self.norm(found.flatten(1), gate=gate)
-        return x, self.out(self.dropout(torch.cat([gate, x, gated], dim=-1) if self.concat else gated))
+        return x, self.out(self.dropout(self.norm(found.flatten(1), gate=gate, concat=x if self.concat else None)))
 
     def flops(self, lengths: Lengths) -> int:
         tokens, mask = int(lengths.sum()), {"window": self.window, "contextual": self.prefix, "targets": 1}

@@ -200,23 +200,26 @@ class PreNormLinear(NormLinear):
 
 
 class AddNorm(nn.LayerNorm):
-    """``LayerNorm(x + residual) * gate`` through the ``add_norm`` op: ``[..., dim] -> [..., dim]``. Parameters are those of ``nn.LayerNorm``.
+    """``LayerNorm(x + residual) * gate`` through the ``add_norm`` op: ``[..., dim] -> [..., dim]``; with ``concat``, ``[gate || concat || that]``.
+
+    Parameters are those of ``nn.LayerNorm``.
 
     Args:
         dim: width.
         residual: whether calls add a residual.
         gate: whether calls multiply by a gate.
+        concat: whether calls give what stands between the gate and the result.
     """
 
-    def __init__(self, dim: int, *, residual: bool = False, gate: bool = False) -> None:
+    def __init__(self, dim: int, *, residual: bool = False, gate: bool = False, concat: bool = False) -> None:
         super().__init__(dim)
-        used = {"residual": residual, "gate": gate}
+        used = {"residual": residual, "gate": gate, "concat": concat}
         self.slot = KernelSlot("add_norm", features=("layer", "affine", *(word for word, on in used.items() if on)))
 
-    def forward(self, x: Tensor, residual: Tensor | None = None, gate: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, residual: Tensor | None = None, gate: Tensor | None = None, concat: Tensor | None = None) -> Tensor:
         dtype = compute_dtype(x)
-        residual, gate = (None if t is None else t.to(dtype) for t in (residual, gate))
-        out: Tensor = self.slot(x.to(dtype), residual, gamma=self.weight.to(dtype), beta=self.bias.to(dtype), gate=gate, eps=self.eps)
+        residual, gate, concat = (None if t is None else t.to(dtype) for t in (residual, gate, concat))
+        out: Tensor = self.slot(x.to(dtype), residual, gamma=self.weight.to(dtype), beta=self.bias.to(dtype), gate=gate, concat=concat, eps=self.eps)
         return out
 
 

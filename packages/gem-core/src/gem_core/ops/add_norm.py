@@ -3,6 +3,7 @@
 RMSNorm: arXiv 1910.07467. LayerNorm: arXiv 1607.06450. ``N(attention) * U`` of HSTU: arXiv 2402.17152.
 """
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -21,10 +22,11 @@ def add_norm(
     gamma: Tensor | None = None,
     beta: Tensor | None = None,
     gate: Tensor | None = None,
+    concat: Tensor | None = None,
     eps: float = 1e-5,
     backend: str | None = None,
 ) -> Tensor:
-    """``N(x + residual) * gate``, with the norm ``N`` of ``norm_linear`` over the last dimension.
+    """``N(x + residual) * gate``, with the norm ``N`` of ``norm_linear`` over the last dimension; with ``concat``, ``[gate || concat || that]``.
 
     Args:
         x: ``[..., width]``.
@@ -33,17 +35,18 @@ def add_norm(
         gamma: ``[width]``, ones by default.
         beta: ``[width]``, only for ``layer``; zeros by default.
         gate: ``[..., width]``, multiplies what was normed.
+        concat: ``[..., width]``, only with a gate: what HSTU's output layer reads between the gate and the gated result.
         eps: added to the mean square.
         backend: name of a backend; None chooses by policy.
 
     Returns:
-        ``[..., width]`` of x's dtype. Sum, statistics and product are float32 at least and are rounded once.
+        ``[..., width]``, or ``[..., 3 width]`` with ``concat``, of x's dtype. Sum, statistics and product are float32 at least and are rounded once.
 
     Raises:
         RequestError: shapes or dtypes do not fit together.
         KernelUnavailable: the named backend does not fit.
     """
-    out: Tensor = run(check, backend, x, residual, norm=norm, gamma=gamma, beta=beta, gate=gate, eps=eps)
+    out: Tensor = run(check, backend, x, residual, norm=norm, gamma=gamma, beta=beta, gate=gate, concat=concat, eps=eps)
     return out
 
 
@@ -55,6 +58,7 @@ def check(
     gamma: Tensor | None = None,
     beta: Tensor | None = None,
     gate: Tensor | None = None,
+    concat: Tensor | None = None,
     eps: float = 1e-5,
 ) -> KernelRequest:
     """Check a call of ``add_norm`` and describe it."""
@@ -65,7 +69,9 @@ def check(
         refuse(op, "rms has no beta", "Leave beta out, or use norm='layer'.")
     if eps <= 0:
         refuse(op, f"eps is {eps}", "Give a positive number.")
-    inputs = {"residual": residual, "gamma": gamma, "beta": beta, "gate": gate}
+    if concat is not None and gate is None:
+        refuse(op, "there is a concat and no gate", "Give a gate, which stands before it.")
+    inputs = {"residual": residual, "gamma": gamma, "beta": beta, "gate": gate, "concat": concat}
     check_tensors(op, x, inputs)
     if x.dim() < 1 or x.shape[-1] < 1:
         refuse(op, f"x has shape {list(x.shape)}", "Give [..., width] with a width of at least 1.")
@@ -74,6 +80,7 @@ def check(
             check_shape(op, name, tensor, tuple((size,) for size in (x.shape[-1:] if name in ("gamma", "beta") else x.shape)))
     check_index_range(x.numel() // x.shape[-1], "rows of x in add_norm")
     used = {"affine": gamma is not None or beta is not None, "residual": residual is not None, "gate": gate is not None}
+    used |= {"concat": concat is not None}
     return make_request(op, x, {norm, *(word for word, on in used.items() if on)}, (x, *inputs.values()))
 
 
@@ -86,6 +93,7 @@ def reference(
     gamma: Tensor | None = None,
     beta: Tensor | None = None,
     gate: Tensor | None = None,
+    concat: Tensor | None = None,
     eps: float = 1e-5,
 ) -> Tensor:
     """What ``add_norm`` means."""
@@ -93,7 +101,8 @@ def reference(
     scale, shift = (None if vector is None else widen(vector) for vector in (gamma, beta))
     width = total.shape[-1:]
     out = F.rms_norm(total, width, scale, eps) if norm == "rms" else F.layer_norm(total, width, scale, shift, eps)
-    return (out if gate is None else out * widen(gate)).to(x.dtype)
+    out = (out if gate is None else out * widen(gate)).to(x.dtype)
+    return out if gate is None or concat is None else torch.cat((gate, concat, out), -1)
 
 
 def flops() -> int:

@@ -13,20 +13,24 @@ from torch.autograd.graph import Node
 
 
 class Room:
-    """Memory for the gradient of ``[tokens, parts, ...]``, given out part by part; made when the first is asked for."""
+    """Memory for the gradient of ``[tokens, parts, ...]``, given out part by part; made when the first is asked for.
 
-    def __init__(self, like: Tensor) -> None:
-        self.shape, self.dtype, self.device = like.shape, like.dtype, like.device
+    The first ``flat`` parts are ``[tokens, width]``, whatever dimensions the whole has.
+    """
+
+    def __init__(self, like: Tensor, flat: int = 0) -> None:
+        self.shape, self.dtype, self.device, self.flat = like.shape, like.dtype, like.device, flat
         self._whole: Tensor | None = None
         self._given: dict[int, Tensor] = {}
 
     def give(self, part: int) -> Tensor | None:
-        """Uninitialised memory ``[tokens, ...]`` for one part, to one caller."""
+        """Uninitialised memory for one part, of its shape, to one caller."""
         if part in self._given:
             return None
         if self._whole is None:
             self._whole = torch.empty(self.shape, dtype=self.dtype, device=self.device)
-        self._given[part] = place = self._whole.select(1, part)
+        place = self._whole.select(1, part)
+        self._given[part] = place = place.flatten(1) if part < self.flat else place
         return place
 
     def joined(self, grads: tuple[Tensor | None, ...]) -> Tensor:
@@ -38,38 +42,44 @@ class Room:
         whole, given = self._whole, self._given
         self._whole, self._given = None, {}
         if whole is None or any(grads[part] is not place for part, place in given.items()):
-            return torch.stack([self._zeros() if grad is None else grad for grad in grads], 1)
+            return torch.stack([self._full(grad) for grad in grads], 1)
         for part in range(self.shape[1]):
             if part not in given:
-                grad = grads[part]
-                whole.select(1, part).copy_(self._zeros() if grad is None else grad)
+                whole.select(1, part).copy_(self._full(grads[part]))
         return whole
 
-    def _zeros(self) -> Tensor:
-        return torch.zeros((self.shape[0], *self.shape[2:]), dtype=self.dtype, device=self.device)
+    def _full(self, grad: Tensor | None) -> Tensor:
+        """``[tokens, ...]``, zeros for None."""
+        shape = (self.shape[0], *self.shape[2:])
+        return torch.zeros(shape, dtype=self.dtype, device=self.device) if grad is None else grad.reshape(shape)
+
+
+def _parts(x: Tensor, flat: int) -> tuple[Tensor, ...]:
+    return tuple(part.flatten(1) if i < flat else part for i, part in enumerate(x.unbind(1)))
 
 
 class _Unbind(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, x: Tensor, flat: int) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.room = Room(x)
-        return x.unbind(1)
+        ctx.room = Room(x, flat)
+        return _parts(x, flat)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> Tensor:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, None]:
         room: Room = ctx.room
-        return room.joined(grads)
+        return room.joined(grads), None
 
 
-def unbind_packed(x: Tensor) -> tuple[Tensor, ...]:
+def unbind_packed(x: Tensor, flat: int = 0) -> tuple[Tensor, ...]:
     """``x.unbind(1)`` of ``[tokens, parts, ...]``, with memory for a gradient in one piece (``place_for``).
 
-    Plain ``unbind`` where code is compiled, which joins the gradients by itself, and under transforms of functions.
+    The first ``flat`` parts come as ``[tokens, width]``: memory is found along the edge of a gradient, and to flatten a part would put another node
+    between. Plain ``unbind`` where code is compiled, which joins the gradients by itself, and under transforms of functions.
     """
     if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None:
-        return x.unbind(1)
-    return _Unbind.apply(x)  # type: ignore[no-any-return,no-untyped-call]
+        return _parts(x, flat)
+    return _Unbind.apply(x, flat)  # type: ignore[no-any-return,no-untyped-call]
 
 
 def place_for(edge: tuple[Node | None, int]) -> Tensor | None:

@@ -49,7 +49,15 @@ def _norm_linear_cases() -> OpCases:
 
 
 def _add_norm(
-    inputs: Inputs, outer: list[int], *, width: int = WIDTH_OUT, affine: bool = False, residual: bool = False, gate: bool = False, **options: Any
+    inputs: Inputs,
+    outer: list[int],
+    *,
+    width: int = WIDTH_OUT,
+    affine: bool = False,
+    residual: bool = False,
+    gate: bool = False,
+    concat: bool = False,
+    **options: Any,
 ) -> Call:
     arguments = (inputs.tensor(*outer, width), *([inputs.tensor(*outer, width)] if residual else []))
     if affine:
@@ -58,6 +66,8 @@ def _add_norm(
             options["beta"] = inputs.tensor(width)
     if gate:
         options["gate"] = inputs.tensor(*outer, width)
+    if concat:
+        options["concat"] = inputs.tensor(*outer, width)
     return arguments, options
 
 
@@ -67,18 +77,28 @@ def _strided_gate(inputs: Inputs) -> Call:
     return (buffer[:, 0], buffer[:, 1]), {"gate": buffer[:, 2]}
 
 
+def _strided_concat(inputs: Inputs) -> Call:
+    """What stands beside the gate is a view too, of rows that are further apart."""
+    (x,), options = _add_norm(inputs, [19], width=WIDTH_IN, gate=True)
+    return (x,), options | {"concat": inputs.tensor(19, 2, WIDTH_IN)[:, 1]}
+
+
 def _add_norm_cases() -> OpCases:
     cases = [Case(f"tokens_{n}", partial(_add_norm, outer=[n], residual=True)) for n in (0, 1, 37, 130)]
     for norm in ("rms", "layer"):
         kinds: dict[str, dict[str, Any]] = {"plain": {}, "gate": {"gate": True}, "everything": {"affine": True, "residual": True, "gate": True}}
+        kinds["concat"] = {"affine": True, "gate": True, "concat": True}
         cases += [Case(f"{norm}_{name}", partial(_add_norm, outer=[17], norm=norm, **kind)) for name, kind in kinds.items()]
     cases += [
         Case("one_column", partial(_add_norm, outer=[5], width=1, norm="rms", gate=True)),
         Case("wide", partial(_add_norm, outer=[3], width=1100, residual=True, gate=True, affine=True)),
         Case("two_outer_dimensions", partial(_add_norm, outer=[3, 5], residual=True, gate=True)),
+        Case("concat_of_two_outer_dimensions", partial(_add_norm, outer=[3, 5], residual=True, gate=True, concat=True)),
         Case("no_outer_dimension", partial(_add_norm, outer=[], residual=True)),
         Case("eps", partial(_add_norm, outer=[9], eps=1e-1)),
         Case("strided", _strided_gate),
+        Case("strided_concat", _strided_concat),
+        Case("concat_of_nothing", partial(_add_norm, outer=[0], gate=True, concat=True)),
     ]
     return OpCases(tuple(cases), lambda inputs, lengths: _add_norm(inputs, [sum(lengths)], residual=True, gate=True))
 

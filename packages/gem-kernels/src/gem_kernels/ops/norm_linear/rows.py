@@ -1,4 +1,5 @@
-"""Norms of rows, forward and backward: N(x + residual) gate, each part but the norm optional. A program holds whole rows in registers.
+"""Norms of rows, forward and backward: N(x + residual) gate, each part but the norm optional, or [gate || concat || that]. A program holds whole
+rows in registers.
 
 With z the row, n = (z - mean) r (mean is 0 for RMS) and N = n gamma + beta: dgate = dy N and dz = r (g - mean(g) - n mean(g n)) with
 g = dy gate gamma, where mean(g) is left out for RMS. Columns' gradients are sums over rows: each of a fixed number of programs adds its rows in
@@ -79,10 +80,11 @@ def statistics_kernel(
 
 @triton.jit(do_not_specialize=_VARYING)
 def forward_kernel(
-    x, residual, gamma, beta, gate, out, total, factors, rows, tiles, eps, x_stride, residual_stride, gate_stride,
+    x, residual, gamma, beta, gate, concat, out, total, factors, rows, tiles, eps, x_stride, residual_stride, gate_stride, concat_stride,
     LAYER: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """``out [rows, WIDTH]``, and unless None ``total``, what was normed, and ``factors [rows]`` float32, what the norm multiplied each row by."""
+    """``out [rows, WIDTH]``, with ``concat`` ``[rows, 3 WIDTH]``, and unless None ``total``, what was normed, and ``factors [rows]`` float32, what
+    the norm multiplied each row by."""
     scale = load_columns(gamma, 1.0, WIDTH, BLOCK)
     shift = load_columns(beta, 0.0, WIDTH, BLOCK)
     for tile in range(tl.program_id(0).to(tl.int64), tiles, tl.num_programs(0)):
@@ -92,6 +94,8 @@ def forward_kernel(
             z += load_tile(residual, first, rows, residual_stride, WIDTH, ROWS, BLOCK)
         if gate is not None:  # all that is read is under way before the sums of a row wait for any
             gates = load_tile(gate, first, rows, gate_stride, WIDTH, ROWS, BLOCK)
+        if concat is not None:
+            beside = load_tile(concat, first, rows, concat_stride, WIDTH, ROWS, BLOCK)
         if total is not None:
             z = z.to(total.dtype.element_ty).to(tl.float32)  # as backward will read it
             store_tile(total, z, first, rows, WIDTH, WIDTH, ROWS, BLOCK)
@@ -102,18 +106,24 @@ def forward_kernel(
         y = n * scale + shift
         if gate is not None:
             y *= gates
-        store_tile(out, y, first, rows, WIDTH, WIDTH, ROWS, BLOCK)
+        if concat is None:
+            store_tile(out, y, first, rows, WIDTH, WIDTH, ROWS, BLOCK)
+        else:
+            store_tile(out, gates, first, rows, 3 * WIDTH, WIDTH, ROWS, BLOCK)
+            store_tile(out + WIDTH, beside, first, rows, 3 * WIDTH, WIDTH, ROWS, BLOCK)
+            store_tile(out + 2 * WIDTH, y, first, rows, 3 * WIDTH, WIDTH, ROWS, BLOCK)
 
 
 @triton.jit(do_not_specialize=_VARYING)
 def backward_kernel(
-    x, residual, gamma, beta, gate, factors, dy, dtotal, dz, normed, dgamma, dbeta, dgate, dsum, rows, tiles, eps, x_stride, residual_stride,
-    gate_stride, dy_stride, dtotal_stride,
-    LAYER: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    x, residual, gamma, beta, gate, factors, dy, dtotal, dbeside, dz, normed, dgamma, dbeta, dgate, dsum, rows, tiles, eps, x_stride, residual_stride,
+    gate_stride, dy_stride, dtotal_stride, dbeside_stride,
+    LAYER: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, GATE_PARTS: tl.constexpr,
 ):  # fmt: skip
     """``dz [rows, WIDTH]``, with the gradient of what was normed added unless None, ``dgate`` like it if there is a gate, and ``dgamma``, ``dbeta``
     and ``dsum``, the sums of dz over rows, ``[programs, WIDTH]`` float32.
 
+    ``dbeside``, unless None, is a gradient of the gate from elsewhere, and ``dgate`` lies among ``GATE_PARTS`` gradients like it.
     With ``factors [rows]`` float32, ``x`` holds rows that are normed already. ``normed [rows, WIDTH]`` gets N(x + residual), unless None.
     """
     scale = load_columns(gamma, 1.0, WIDTH, BLOCK)
@@ -130,6 +140,8 @@ def backward_kernel(
         g = load_tile(dy, first, rows, dy_stride, WIDTH, ROWS, BLOCK)  # early, as in ``forward_kernel``
         if gate is not None:
             gates = load_tile(gate, first, rows, gate_stride, WIDTH, ROWS, BLOCK)
+        if dbeside is not None:
+            beside = load_tile(dbeside, first, rows, dbeside_stride, WIDTH, ROWS, BLOCK)
         if factors is None:
             n, r = normalise(z, eps, LAYER, WIDTH, BLOCK)
         else:
@@ -139,7 +151,10 @@ def backward_kernel(
         if normed is not None:
             store_tile(normed, n * scale + shift, first, rows, WIDTH, WIDTH, ROWS, BLOCK)
         if gate is not None:
-            store_tile(dgate, g * (n * scale + shift), first, rows, WIDTH, WIDTH, ROWS, BLOCK)
+            gate_grad = g * (n * scale + shift)
+            if dbeside is not None:
+                gate_grad += beside
+            store_tile(dgate, gate_grad, first, rows, GATE_PARTS * WIDTH, WIDTH, ROWS, BLOCK)
             g *= gates
         if dgamma is not None:
             scale_sum += g * n

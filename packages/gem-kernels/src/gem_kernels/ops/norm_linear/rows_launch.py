@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from gem_kernels.ops import host
+from gem_kernels.ops.places import parts_in
 
 Maybe = Tensor | None
 PROGRAMS = 1056
@@ -56,31 +57,34 @@ def row_statistics(x: Tensor, *, layer: bool, eps: float) -> tuple[Tensor, Maybe
 
 
 def norm_rows(
-    x: Tensor, residual: Maybe, gamma: Maybe, beta: Maybe, *, layer: bool, eps: float, gate: Maybe = None, keep: bool = False, factors: Maybe = None
-) -> tuple[Tensor, Tensor]:
-    """``N(x + residual) gate`` of ``[rows, width]`` and, with ``keep``, ``x + residual`` (else an empty tensor); ``factors`` ``[rows]`` float32 get
-    what each row was multiplied by."""
+    x: Tensor, residual: Maybe, gamma: Maybe, beta: Maybe, *, layer: bool, eps: float, gate: Maybe = None, concat: Maybe = None, keep: bool = False,
+    factors: Maybe = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """``N(x + residual) gate`` of ``[rows, width]``, with ``concat`` behind the gate and it, and, with ``keep``, ``x + residual`` (else an empty
+    tensor); ``factors`` ``[rows]`` float32 get what each row was multiplied by."""
     rows, width = x.shape
-    out, total = x.new_empty(x.shape), x.new_empty(x.shape if keep else (0,))
+    out, total = x.new_empty((rows, width if concat is None else 3 * width)), x.new_empty(x.shape if keep else (0,))
     if x.numel():
         tile, block, warps = row_tile(width)
         host.launch(
-            _rows().forward_kernel, x, -(-rows // tile), x=x, residual=residual, gamma=gamma, beta=beta, gate=gate, out=out,
-            total=total if keep else None, factors=factors, rows=rows, eps=eps, **_strides(x=x, residual=residual, gate=gate), LAYER=layer,
-            WIDTH=width, ROWS=tile, BLOCK=block, num_warps=warps,
+            _rows().forward_kernel, x, -(-rows // tile), x=x, residual=residual, gamma=gamma, beta=beta, gate=gate,
+            concat=concat, out=out, total=total if keep else None, factors=factors, rows=rows, eps=eps,
+            **_strides(x=x, residual=residual, gate=gate, concat=concat), LAYER=layer, WIDTH=width, ROWS=tile, BLOCK=block, num_warps=warps,
         )  # fmt: skip
     return out, total
 
 
 def norm_rows_grad(
-    dy: Tensor, x: Tensor, residual: Maybe, gamma: Maybe, beta: Maybe, *, layer: bool, eps: float, gate: Maybe = None, dtotal: Maybe = None,
-    factors: Maybe = None, normed: bool = False, total: bool = False,
+    dy: Tensor, x: Tensor, residual: Maybe, gamma: Maybe, beta: Maybe, *, layer: bool, eps: float, gate: Maybe = None, dgate: Maybe = None,
+    dbeside: Maybe = None, dtotal: Maybe = None, factors: Maybe = None, normed: bool = False, total: bool = False,
 ) -> RowGrads:  # fmt: skip
     """Gradients of ``norm_rows`` in one pass over memory.
 
     Args:
         dy: ``[..., width]``, the gradient of the result, read where it lies: models hand on columns of a wider gradient.
         x, residual, gamma, beta, layer, eps, gate: as ``norm_rows`` got them.
+        dgate: ``[rows, width]``, memory for the gradient of the gate, alone or among others of one tensor; None for memory of its own.
+        dbeside: gradient of the gate, from elsewhere.
         dtotal: gradient of what was normed, from elsewhere.
         factors: ``[rows]`` float32, what each row was multiplied by; ``x`` then are the normed rows.
         normed: also give ``N(x + residual)``.
@@ -88,10 +92,10 @@ def norm_rows_grad(
     """
     rows, width = x.shape
     (dy,) = host.readable(dy.reshape(rows, width))
-    if dtotal is not None:
-        (dtotal,) = host.readable(dtotal.reshape(rows, width))
-    dz = x.new_empty(x.shape)
-    dgate, rows_out = (x.new_empty(x.shape) if wanted else None for wanted in (gate is not None, normed))
+    dtotal, dbeside = (None if t is None else host.readable(t.reshape(rows, width))[0] for t in (dtotal, dbeside))
+    dz, rows_out = x.new_empty(x.shape), x.new_empty(x.shape) if normed else None
+    if gate is not None and dgate is None:
+        dgate = x.new_empty(x.shape)
     columns = (gamma is not None, beta is not None, total)
     tile, block, warps = row_tile(width, SUMMED if any(columns) else HELD)
     programs = min(PROGRAMS if any(columns) else host.MAX_GRID, -(-rows // tile))
@@ -100,9 +104,9 @@ def norm_rows_grad(
         most = GATED_REGISTERS if gate is not None and any(columns) and warps == 4 else None
         host.launch(
             _rows().backward_kernel, x, -(-rows // tile), programs=programs, x=x, residual=residual, gamma=gamma, beta=beta, gate=gate,
-            factors=factors, dy=dy, dtotal=dtotal, dz=dz, normed=rows_out, dgamma=dgamma, dbeta=dbeta, dgate=dgate, dsum=dsum, rows=rows, eps=eps,
-            **_strides(x=x, residual=residual, gate=gate, dy=dy, dtotal=dtotal), LAYER=layer, WIDTH=width, ROWS=tile, BLOCK=block, num_warps=warps,
-            maxnreg=most,
+            factors=factors, dy=dy, dtotal=dtotal, dbeside=dbeside, dz=dz, normed=rows_out, dgamma=dgamma, dbeta=dbeta, dgate=dgate, dsum=dsum,
+            rows=rows, eps=eps, **_strides(x=x, residual=residual, gate=gate, dy=dy, dtotal=dtotal, dbeside=dbeside), LAYER=layer, WIDTH=width,
+            ROWS=tile, BLOCK=block, GATE_PARTS=1 if dgate is None else parts_in(dgate), num_warps=warps, maxnreg=most,
         )  # fmt: skip
     return RowGrads(dz, _added(dgamma, x.dtype), _added(dbeta, x.dtype), dgate, rows_out, _added(dsum, x.dtype))
 
