@@ -135,28 +135,30 @@ class Launcher:
         for i, specialised in self.varying:
             value = values[i]
             kind = value.__class__
-            if kind is int:
-                small = -(2**31) <= value < 2**31
-                kinds[i] = (value == 1, value % 16 == 0) if small and specialised else integer_kind(value, specialised)
-            elif kind is Tensor or isinstance(value, Tensor):
-                if not value.is_cuda:
-                    return None
-                passed[i] = address = value.data_ptr()
-                kinds[i] = value.dtype, address % 16 == 0
-            elif kind is Block:
+            if kind is Block:
                 x, described = value
                 passed[i] = address = x.data_ptr()
                 if not x.is_cuda or address % 16:  # Triton says what is wrong with it
                     return None
                 kinds[i] = x.dtype, described, None if described.strides else x.stride()
+            elif kind is int:
+                if not -(2**31) <= value < 2**31:
+                    kinds[i] = wide_kind(value, specialised)
+                else:
+                    kinds[i] = (value == 1) + 2 * (value % 16 == 0) if specialised else 0
             elif value is None or kind is float or kind is bool:
                 kinds[i] = kind
+            elif kind is Tensor or isinstance(value, Tensor):
+                if not value.is_cuda:
+                    return None
+                passed[i] = address = value.data_ptr()
+                kinds[i] = value.dtype, address % 16 == 0
             elif hasattr(value, "block_shape") and value.base.is_cuda:
                 kinds[i] = value.base.dtype, tuple(value.block_shape), getattr(value, "layout", None)
             else:
                 return None
-        options = sorted(arguments.keys() - self.names)
-        return (*place[1:], *kinds, *options, *[arguments[name] for name in options]), passed
+        options = [item for item in arguments.items() if item[0] not in self.names]
+        return (*place[1:], *kinds, *options), passed
 
     def _first(self, key: tuple[Any, ...], grid: int, values: tuple[Any, ...], arguments: dict[str, Any]) -> None:
         kernel = _by_triton(self.kernel, grid, arguments)
@@ -191,10 +193,10 @@ def _address(value: Any, mine: Any) -> Any:
     return value.base.data_ptr() if hasattr(value, "block_shape") and value is not mine else value
 
 
-def integer_kind(value: int, specialised: bool) -> int:
-    """What Triton's key holds of an integer: its width, and if it is specialised whether it is 1 and whether it is a multiple of 16."""
-    width = 0 if -(2**31) <= value < 2**31 else 4 if value < 2**63 else 8
-    return width + (value == 1) + 2 * (value % 16 == 0) if specialised else width
+def wide_kind(value: int, specialised: bool) -> int:
+    """What Triton's key holds of an integer of more than 32 bits: its width, and if it is specialised whether it is a multiple of 16."""
+    width = 4 if -(2**63) <= value < 2**63 else 8
+    return width + 2 * (value % 16 == 0) if specialised else width
 
 
 _launchers: dict[int, Launcher] = {}

@@ -53,19 +53,24 @@ class AttentionCall:
     scale_after: bool = False
     bias: Tensor | None = None
     rows: int = field(init=False)
+    q_tokens: int = field(init=False)
+    k_tokens: int = field(init=False)
     heads: int = field(init=False)
     kv_heads: int = field(init=False)
+    dim: int = field(init=False)
+    v_dim: int = field(init=False)
     out_tokens: int = field(init=False)
 
     def __post_init__(self) -> None:
-        width = max(self.q.shape[-1], self.v.shape[-1])
-        check_call(self.op, self.q, (self.k, self.v, self.bias), width=width, limit=MAX_WIDTH)
+        self.q_tokens, self.heads, self.dim = self.q.shape
+        self.v_dim = self.v.shape[-1]
+        check_call(self.op, self.q, (self.k, self.v, self.bias), width=max(self.dim, self.v_dim), limit=MAX_WIDTH)
         self.rows = self.k.shape[0] if self.k_offsets is None else self.k_offsets.shape[0] - 1
         if self.k_offsets is None:
             self.k, self.v = self.k.flatten(0, 1), self.v.flatten(0, 1)
         self.q, self.k, self.v = readable(self.q, self.k, self.v)
-        self.heads, self.kv_heads = self.q.shape[1], self.k.shape[1]
-        self.out_tokens = self.q.shape[0] * (self.rows if self.q_offsets is None else 1)
+        self.k_tokens, self.kv_heads, _ = self.k.shape
+        self.out_tokens = self.q_tokens * (self.rows if self.q_offsets is None else 1)
 
     @property
     def shared(self) -> bool:
@@ -73,17 +78,17 @@ class AttentionCall:
 
     def nothing_to_do(self) -> bool:
         """No query finds a key: outputs and gradients are zeros."""
-        return 0 in (self.rows, self.max_q, self.max_k, self.q.shape[0], self.k.shape[0])
+        return 0 in (self.rows, self.max_q, self.max_k, self.q_tokens, self.k_tokens)
 
     def tiles(self, axis: str, block: int) -> Tiles:
-        layout = Layout(self.q_offsets, self.k_offsets, self.rows, self.max_q, self.max_k, self.q.shape[0], self.k.shape[0], self.q.device)
+        layout = Layout(self.q_offsets, self.k_offsets, self.rows, self.max_q, self.max_k, self.q_tokens, self.k_tokens, self.q.device)
         return tiles(layout, axis, block)
 
     def key(self, direction: str) -> Key:
         """The bucketed facts that a configuration depends on."""
         length = self.max_k if direction == "key_grad" else self.max_q
         arch = None if interpreted() else cuda_arch(self.q.device.index or 0)
-        return config_key(direction, dim=self.q.shape[-1], v_dim=self.v.shape[-1], itemsize=self.q.element_size(), max_length=length, arch=arch)
+        return config_key(direction, dim=self.dim, v_dim=self.v_dim, itemsize=self.q.element_size(), max_length=length, arch=arch)
 
     def over_tiles(self, kernel: Any, direction: str, choose: Callable[[Key], Config], **arguments: Any) -> None:
         """Launch a kernel over the tiles of its direction, times the heads; as ``choose`` says unless this machine was tuned for the call."""
@@ -99,12 +104,11 @@ class AttentionCall:
 
     def launch(self, kernel: Any, config: Config, grid: int, **arguments: Any) -> None:
         """Launch a portable kernel. The grid has one axis; programs stride over what it cannot hold."""
-        dim, v_dim = self.q.shape[-1], self.v.shape[-1]
         given = {
             "q": self.q, "k": self.k, "v": self.v, "heads": self.heads, "scale": self.scale, "window": self.window or 0,
             "q_token": self.q.stride(0), "q_head": self.q.stride(1), "k_token": self.k.stride(0), "k_head": self.k.stride(1),
-            "v_token": self.v.stride(0), "v_head": self.v.stride(1), "GROUP": self.heads // self.kv_heads, "DIM": dim, "V_DIM": v_dim,
-            "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_D": block_width(dim), "BLOCK_V": block_width(v_dim),
+            "v_token": self.v.stride(0), "v_head": self.v.stride(1), "GROUP": self.heads // self.kv_heads, "DIM": self.dim, "V_DIM": self.v_dim,
+            "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_D": block_width(self.dim), "BLOCK_V": block_width(self.v_dim),
             "WINDOW": self.window is not None, "PRECISION": precision(self.q), "num_warps": config.warps, "num_stages": config.stages,
         }  # fmt: skip
         launcher.launch(kernel, max(min(grid, MAX_GRID), 1), self.q.device, {**given, **arguments})

@@ -37,7 +37,7 @@ BLOCKS = {
 def forward(call: "AttentionCall", out: Tensor, lse: Tensor | None) -> None:
     """Write ``out`` ``[out_tokens, heads, v_dim]`` and, for softmax, ``lse`` ``[heads, out_tokens]``."""
     q, k, v = map(_aligned, (call.q, call.k, call.v))
-    keys, stages = _blocks("forward", q, v)
+    keys, stages = _blocks("forward", call)
     sign = (call.scale > 0) - (call.scale < 0)
     softmax = call.activation == "softmax"
     _over_tiles(
@@ -52,7 +52,7 @@ def query_grad(
 ) -> None:
     """Write ``dq`` and, for softmax, ``delta``. Not for a shared query."""
     q, k, v, dout = map(_aligned, (call.q, call.k, call.v, dout))
-    (keys, stages), half = _blocks("query_grad", q, v), TILE // 2
+    (keys, stages), half = _blocks("query_grad", call), TILE // 2
     do_desc = _ragged(dout, half)
     _over_tiles(
         call, query_grad_kernel, "q", TILE, call.heads, (q, k, v), keys=keys, stages=stages,
@@ -64,7 +64,7 @@ def query_grad(
 def key_grad(call: "AttentionCall", dout: Tensor, dk: Tensor, dv: Tensor, *, lse: Tensor | None = None, delta: Tensor | None = None) -> None:
     """Write ``dk`` and ``dv``."""
     q, k, v, dout = map(_aligned, (call.q, call.k, call.v, dout))
-    (queries, stages), keys = _blocks("key_grad", q, v), TILE
+    (queries, stages), keys = _blocks("key_grad", call), TILE
     _over_tiles(
         call, key_grad_kernel, "k", queries, call.kv_heads, (q, k, v), keys=keys, stages=stages,
         q_desc=_ragged(q, queries), do_desc=_ragged(dout, queries), k_desc=_ragged(k, keys // 2), v_desc=_ragged(v, keys // 2),
@@ -72,8 +72,8 @@ def key_grad(call: "AttentionCall", dout: Tensor, dk: Tensor, dv: Tensor, *, lse
     )  # fmt: skip
 
 
-def _blocks(direction: str, q: Tensor, v: Tensor) -> tuple[int, int]:
-    return BLOCKS[direction][64 if max(q.shape[-1], v.shape[-1]) <= 64 else 128]
+def _blocks(direction: str, call: "AttentionCall") -> tuple[int, int]:
+    return BLOCKS[direction][64 if call.dim <= 64 and call.v_dim <= 64 else 128]
 
 
 def _scales(call: "AttentionCall") -> dict[str, float]:
@@ -83,8 +83,8 @@ def _scales(call: "AttentionCall") -> dict[str, float]:
 
 def _aligned(x: Tensor) -> Tensor:
     """``x`` ``[tokens, heads, width]``, copied where the copy engine cannot address it: it wants multiples of 16 bytes."""
-    token, head, _ = x.stride()
-    fits = x.data_ptr() % 16 == 0 and token % 8 == 0 and (x.shape[1] - 1) * head + x.shape[2] <= MAX_COLUMNS
+    (token, head, _), (_, heads, width) = x.stride(), x.shape
+    fits = x.data_ptr() % 16 == 0 and token % 8 == 0 and (heads - 1) * head + width <= MAX_COLUMNS
     return x if fits else x.clone(memory_format=torch.contiguous_format)
 
 
@@ -118,10 +118,10 @@ def _over_tiles(
     if found.bound * heads > MAX_ITEMS:
         raise RequestError(f"{call.op} of {found.bound} tiles and {heads} heads", f"the kernel counts to {MAX_ITEMS}", "Split the batch.")
     grid = programs(found.bound * heads, 1, q.device, persistent=True)
-    given = {
+    arguments |= {
         "records": found.records, "count": found.count, "heads": call.heads, "out_tokens": call.out_tokens, "window": call.window or 0,
-        "q_head": q.stride(1), "k_head": k.stride(1), "v_head": v.stride(1), "GROUP": call.heads // call.kv_heads, "D": q.shape[-1],
-        "V": v.shape[-1], "BLOCK_M": queries, "BLOCK_N": keys, "STAGES": stages, "ACTIVATION": call.activation, "SCALE_AFTER": call.scale_after,
+        "q_head": q.stride(1), "k_head": k.stride(1), "v_head": v.stride(1), "GROUP": call.heads // call.kv_heads, "D": call.dim,
+        "V": call.v_dim, "BLOCK_M": queries, "BLOCK_N": keys, "STAGES": stages, "ACTIVATION": call.activation, "SCALE_AFTER": call.scale_after,
         "CAUSAL": call.causal, "WINDOW": call.window is not None, "num_warps": 4,
     }  # fmt: skip
-    launcher.launch(kernel, grid, q.device, {**given, **arguments})
+    launcher.launch(kernel, grid, q.device, arguments)

@@ -49,7 +49,7 @@ class Call(AttentionCall):
 
     def forward(self) -> Tensor:
         """Output ``[out_tokens, heads, v_dim]``."""
-        shape = (self.out_tokens, self.heads, self.v.shape[-1])
+        shape = (self.out_tokens, self.heads, self.v_dim)
         if self.nothing_to_do():
             return self.q.new_zeros(shape)
         out = self.q.new_empty(shape)

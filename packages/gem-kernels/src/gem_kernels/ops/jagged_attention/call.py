@@ -30,7 +30,7 @@ class Call(AttentionCall):
 
     def forward(self) -> tuple[Tensor, Tensor]:
         """Output ``[out_tokens, heads, v_dim]``, and log2 of the denominators ``[heads, out_tokens]`` float32, infinity where there is no key."""
-        shape = (self.out_tokens, self.heads, self.v.shape[-1])
+        shape = (self.out_tokens, self.heads, self.v_dim)
         if self.nothing_to_do():
             return self.q.new_zeros(shape), torch.full((self.heads, self.out_tokens), torch.inf, device=self.q.device)
         out = self.q.new_empty(shape)
@@ -86,7 +86,7 @@ class Call(AttentionCall):
         kernel = _kernels().bias_grad_kernel
         self.launch(
             kernel, config, count, lse=lse, dout=dout.contiguous(), delta=delta, dbias=dbias, q_offsets=self.q_offsets, k_offsets=self.k_offsets,
-            q_tokens=self.q.shape[0], k_tokens=self.k.shape[0], max_q=self.max_q, max_k=self.max_k, tiles=count,
+            q_tokens=self.q_tokens, k_tokens=self.k_tokens, max_q=self.max_q, max_k=self.max_k, tiles=count,
             PER_ROW=bias_rows == self.rows, PER_HEAD=bias_heads == self.heads, **self._bias(),
         )  # fmt: skip
         return dbias
