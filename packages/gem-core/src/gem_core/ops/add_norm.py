@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gem_core.ops.checks import check_index_range, check_shape, check_tensors, refuse
+from gem_core.ops.checks import check_exact_shape, check_index_range, check_tensors, refuse
 from gem_core.ops.dispatch import make_request, run
 from gem_core.ops.norm_linear import NORMS
 from gem_core.ops.padded import own_precision, widen
@@ -77,7 +77,7 @@ def check(
         refuse(op, f"x has shape {list(x.shape)}", "Give [..., width] with a width of at least 1.")
     for name, tensor in inputs.items():
         if tensor is not None:
-            check_shape(op, name, tensor, tuple((size,) for size in (x.shape[-1:] if name in ("gamma", "beta") else x.shape)))
+            check_exact_shape(op, name, tensor, x.shape[-1:] if name in ("gamma", "beta") else x.shape)
     check_index_range(x.numel() // x.shape[-1], "rows of x in add_norm")
     used = {"affine": gamma is not None or beta is not None, "residual": residual is not None, "gate": gate is not None}
     used |= {"concat": concat is not None}

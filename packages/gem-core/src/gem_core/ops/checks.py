@@ -5,6 +5,7 @@ region. With ``GEM_CHECK=full`` they are checked on a GPU too, which then waits 
 """
 
 import os
+from collections.abc import Sequence
 from typing import NoReturn
 
 import torch
@@ -78,7 +79,7 @@ def check_tensors(op: str, lead: Tensor, others: dict[str, Tensor | None], *, in
 
 def check_rank(op: str, name: str, tensor: Tensor, shape: str) -> None:
     """``tensor`` has as many dimensions as ``shape`` has words, for example ``"tokens heads dim"``."""
-    if tensor.dim() != len(shape.split()):
+    if tensor.dim() != shape.count(" ") + 1:
         refuse(op, f"{name} has shape {list(tensor.shape)}", f"Give [{', '.join(shape.split())}].")
 
 
@@ -88,6 +89,12 @@ def check_shape(op: str, name: str, tensor: Tensor, allowed: tuple[tuple[int, ..
     if not fits:
         wanted = ", ".join(" or ".join(str(s) for s in dict.fromkeys(sizes)) for sizes in allowed)
         refuse(op, f"{name} has shape {list(tensor.shape)}", f"Give [{wanted}].")
+
+
+def check_exact_shape(op: str, name: str, tensor: Tensor, shape: Sequence[int]) -> None:
+    """``tensor`` has this shape."""
+    if tensor.shape != shape:
+        check_shape(op, name, tensor, tuple((size,) for size in shape))
 
 
 def check_rows(op: str, name: str, offsets: Tensor, values: Tensor, max_length: int | None = None, cut: bool = False) -> int:

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from gem_core.ops.checks import check_shape, check_tensors
+from gem_core.ops.checks import check_exact_shape, check_tensors
 from gem_core.ops.dispatch import make_request, run
 from gem_core.ops.padded import own_precision, widen
 from gem_core.spec.kernels import KernelRequest
@@ -34,7 +34,7 @@ def check(x: Tensor, gate: Tensor, residual: Tensor) -> KernelRequest:
     inputs: dict[str, Tensor | None] = {"gate": gate, "residual": residual}
     check_tensors(op, x, inputs)
     for name, tensor in (("gate", gate), ("residual", residual)):
-        check_shape(op, name, tensor, tuple((size,) for size in x.shape))
+        check_exact_shape(op, name, tensor, x.shape)
     return make_request(op, x, (), (x, gate, residual))
 
 

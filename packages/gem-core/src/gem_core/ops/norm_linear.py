@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch.nn.functional as F
 from torch import Tensor
 
-from gem_core.ops.checks import check_index_range, check_shape, check_tensors, refuse
+from gem_core.ops.checks import check_exact_shape, check_index_range, check_tensors, refuse
 from gem_core.ops.dispatch import make_request, run
 from gem_core.ops.padded import own_precision, widen
 from gem_core.spec.kernels import KernelRequest
@@ -110,7 +110,7 @@ def check(
         ("residual", residual, (*outer, normed)),
     ):
         if tensor is not None:
-            check_shape(op, name, tensor, tuple((size,) for size in shape))
+            check_exact_shape(op, name, tensor, shape)
     check_index_range(x.numel() // wide_in, "rows of x in norm_linear")
     used = {"affine": gamma is not None or beta is not None, "residual": residual is not None, "return_sum": return_sum}
     return make_request(op, x, {norm, where, *(word for word, on in used.items() if on)}, (x, *inputs.values()))

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from gem_core.ops.gdpa import flops
 from gem_core.spec import RequestError
-from gem_kernels.ops.direct import differentiable, direct
+from gem_kernels.ops.direct import differentiable, unwatched
 from gem_kernels.ops.gdpa.call import Call
 from gem_kernels.ops.host import block_width, row_lengths
 
@@ -161,12 +161,14 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 
 def _backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-    tensors = ctx.saved_tensors
-    dq = dk = dv = None
-    if ctx.needs_input_grad[0]:
-        dq = direct(_query_grad, dout, *tensors, *ctx.settings)
-    if ctx.needs_input_grad[1] or ctx.needs_input_grad[2]:
-        dk, dv = direct(_key_grad, dout, *tensors, *ctx.settings)
+    settings = (*ctx.saved_tensors, *ctx.settings)
+    if unwatched((dout, *settings)):
+        call = _call(*settings)
+        query_grad, key_grad = call.query_grad, call.key_grad
+    else:
+        query_grad, key_grad = (lambda given, op=op: op(given, *settings) for op in (_query_grad, _key_grad))
+    dq = query_grad(dout) if ctx.needs_input_grad[0] else None
+    dk, dv = key_grad(dout) if ctx.needs_input_grad[1] or ctx.needs_input_grad[2] else (None, None)
     return (dq, dk, dv, *(None,) * 9)
 
 
