@@ -108,6 +108,18 @@ def test_plain_tensors_go_directly_and_watched_ones_do_not():
     assert unwatched((x,))
 
 
+def test_what_a_transform_left_behind_goes_through_the_dispatcher():
+    """Its memory cannot be read past it."""
+    left = []
+    torch.func.grad(lambda y: left.append(y) or y.sum())(leaves()[0].detach())
+    assert not unwatched((left[0], None, 3))
+    assert not unwatched(([left[0]], 3))
+    q, k, v = (t.detach() for t in leaves())
+    with pytest.raises(RuntimeError, match="data pointer"):
+        left[0].data_ptr()
+    assert torch.equal(gdpa.gdpa(left[0], k, v, OFFSETS, OFFSETS, max_q=7, max_k=7), gdpa.gdpa(q, k, v, OFFSETS, OFFSETS, max_q=7, max_k=7))
+
+
 def test_a_flop_counter_still_sees_both_directions():
     q, k, v = leaves()
     with FlopCounterMode(display=False) as counted:
