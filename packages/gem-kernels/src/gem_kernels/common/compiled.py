@@ -7,6 +7,7 @@ launch and fills a map from it field by field; here it is checked once, and a la
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 from torch import Tensor
@@ -34,12 +35,8 @@ class Described:
         """Triton's descriptor of ``x``, which Triton checks."""
         given = x, list(self.shape or x.shape), list(self.strides or x.stride()), list(self.block)
         if self.layout is None:
-            from triton.tools.tensor_descriptor import TensorDescriptor
-
-            return TensorDescriptor(*given)
-        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as Gluon
-
-        return Gluon(*given, self.layout)
+            return import_module("triton.tools.tensor_descriptor").TensorDescriptor(*given)
+        return import_module("triton.experimental.gluon.nvidia.hopper").TensorDescriptor(*given, self.layout)
 
 
 class Block(tuple[Tensor, Described]):

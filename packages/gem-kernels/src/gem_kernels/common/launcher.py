@@ -5,7 +5,7 @@ The first launch of a kernel under a new key goes through Triton, which compiles
 launcher the arguments that Triton would hand it, tensors as addresses. A key tells apart all that Triton's own key does: the dtype of every tensor
 and whether its address is a multiple of 16; of every integer its width and, where it is specialised, whether it is 1 or a multiple of 16; dtype,
 block and layout of every descriptor; constants, options and the current device. ``GEM_CHECK=full`` compares some launches with Triton's own choice.
-Descriptors are given as a ``Block`` (``compiled``); those of Triton's own class are handed to Triton's launcher as they are.
+Descriptors are given as a ``Block`` (``compiled``); those of Triton's own class are left to Triton.
 Triton also looks, at each launch, whether a global that the kernel reads has changed since it was compiled; that is not done here.
 """
 
@@ -153,8 +153,6 @@ class Launcher:
                     return None
                 passed[i] = address = value.data_ptr()
                 kinds[i] = value.dtype, address % 16 == 0
-            elif hasattr(value, "block_shape") and value.base.is_cuda:
-                kinds[i] = value.base.dtype, tuple(value.block_shape), getattr(value, "layout", None)
             else:
                 return None
         options = [item for item in arguments.items() if item[0] not in self.names]
@@ -180,17 +178,16 @@ class Launcher:
         given = {name: whole(value) for name, value in arguments.items()}
         bound, specialization, options = binder(**{**given, "debug": debug, "instrumentation_mode": compilation.instrumentation_mode})
         theirs = kernels.get(compute_cache_key(keys, specialization, options))
-        values = [_address(value, mine) for value, mine in zip(bound.values(), passed, strict=True)]
+        values = [_address(value) for value in bound.values()]
         if theirs is not compiled or any(mine is not other and mine != other for mine, other in zip(passed, values, strict=True)):
             so = "Triton would launch another kernel, or hand it other arguments"
             raise RequestError(f"direct launch of {self.kernel.__name__}", so, f"Leave {SWITCH} out, and report this with the release of triton.")
 
 
-def _address(value: Any, mine: Any) -> Any:
-    """A value of Triton's as ``Launcher.key`` passes it: tensors, and descriptors of a ``Block``, as addresses."""
-    if isinstance(value, Tensor):
-        return value.data_ptr()
-    return value.base.data_ptr() if hasattr(value, "block_shape") and value is not mine else value
+def _address(value: Any) -> Any:
+    """An argument of Triton's as ``Launcher.key`` passes it: tensors and descriptors as addresses."""
+    value = value.base if hasattr(value, "block_shape") else value
+    return value.data_ptr() if isinstance(value, Tensor) else value
 
 
 def wide_kind(value: int, specialised: bool) -> int:

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -9,9 +10,10 @@ from torch import Tensor
 
 from gem_core.spec import KernelUnavailable, RequestError
 from gem_kernels.common import launcher
+from gem_kernels.common.compiled import Block, Described
 from gem_kernels.common.hopper.fp8.cast import cast_tokens_kernel, cast_values_kernel
 from gem_kernels.common.hopper.fp8.forward import fp8_forward_kernel
-from gem_kernels.common.hopper.gluon import TensorDescriptor, gl
+from gem_kernels.common.hopper.gluon import gl
 from gem_kernels.common.hopper.launch import TILE, _ragged
 from gem_kernels.common.schedule import Tiles, programs
 
@@ -118,7 +120,11 @@ def _tiles(call: "AttentionCall", axis: str, heads: int) -> Tiles:
     return found
 
 
-def _tiled(x: Tensor, rows: int) -> TensorDescriptor:
+def _tiled(x: Tensor, rows: int) -> Block:
     """The descriptor of ``x`` ``[tokens, 128]`` for blocks of ``rows``."""
-    layout = gl.NVMMASharedLayout.get_default_for([rows, DIM], gl.float8e4nv)
-    return TensorDescriptor.from_tensor(x, [rows, DIM], layout)
+    return Block((x, _described(rows)))
+
+
+@cache
+def _described(rows: int) -> Described:
+    return Described((rows, DIM), gl.NVMMASharedLayout.get_default_for([rows, DIM], gl.float8e4nv))
