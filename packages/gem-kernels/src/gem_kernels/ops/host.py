@@ -109,6 +109,11 @@ def launch(kernel: Any, like: Tensor, tiles: int, *, programs: int = MAX_GRID, *
     launcher.launch(kernel, min(tiles, programs), like.device, {"tiles": tiles, **arguments})
 
 
+def launch_persistent(kernel: Any, like: Tensor, tiles: int, programs: int, **arguments: Any) -> None:
+    """As ``launch``; ``programs`` are of ``multiprocessors``, and leave reserved SMs already."""
+    launcher.launch(kernel, min(tiles, programs), like.device, {"tiles": tiles, **arguments})
+
+
 def no_autocast(like: Tensor) -> AbstractContextManager[None]:
     """Torch's own products inside a custom op keep the dtype of the call, whatever autocast surrounds it."""
     return torch.autocast(like.device.type, enabled=False)

@@ -64,8 +64,8 @@ def forward(
     found = cut(*weight.shape)
     assert found is not None
     out = x.new_empty((x.shape[0], weight.shape[0]))
-    host.launch(
-        _module("hopper").norm_linear_kernel, x, _tiles(x), programs=host.multiprocessors(x), x_desc=_described(x, ROWS, found.wide),
+    host.launch_persistent(
+        _module("hopper").norm_linear_kernel, x, _tiles(x), host.multiprocessors(x), x_desc=_described(x, ROWS, found.wide),
         weight_desc=_described(weight, found.block, found.wide), out_desc=_described(out, ROWS, found.block), factors=factors, bias=bias, gamma=gamma,
         beta=beta, sums=sums, rows=x.shape[0], eps=eps, BEFORE=before, LAYER=layer, WIDTH=weight.shape[0], INNER=x.shape[1], ROWS=ROWS,
         BLOCK=found.block, WIDE=found.wide, STAGES=found.stages, num_warps=4,
@@ -90,8 +90,8 @@ def backward(
     sums = bias is not None or (gamma is not None and not before)
     dcolumns = x.new_empty((pairs, 2, 8, width), dtype=torch.float32) if sums else None
     dout, other = (t if t.data_ptr() % 16 == 0 else t.clone() for t in (dout.contiguous(), other))
-    host.launch(
-        _module("hopper_grad").norm_linear_grad_kernel, x, 2 * _tiles(x), programs=2 * pairs,
+    host.launch_persistent(
+        _module("hopper_grad").norm_linear_grad_kernel, x, 2 * _tiles(x), 2 * pairs,
         dout_desc=_described(dout, ROWS, found.block), other_desc=_described(other, ROWS, found.block), x_desc=_described(x, ROWS, found.wide // 2),
         weight_desc=_described(matrix, found.block, found.wide // 2), dx_desc=_described(dx, ROWS, found.wide // 2), r=factors,
         gamma=None if before else gamma, bias=bias if before else None, dweight=dweight, dcolumns=dcolumns, rows=x.shape[0], BEFORE=before,

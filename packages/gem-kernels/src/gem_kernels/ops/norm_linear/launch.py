@@ -111,8 +111,8 @@ def _launch_fused(kernel: Any, cut: Tile, x: Tensor, weight: Tensor, layer: bool
     """One program an SM over the tiles of the result; both operands of the product and the result go through the copy engine."""
     rows, width = x.shape[0], weight.shape[0]
     out = x.new_empty((rows, width))
-    host.launch(
-        kernel, x, -(-rows // cut.rows) * -(-width // cut.block), programs=host.multiprocessors(x), x=_descriptor(x, cut.rows, cut.step),
+    host.launch_persistent(
+        kernel, x, -(-rows // cut.rows) * -(-width // cut.block), host.multiprocessors(x), x=_descriptor(x, cut.rows, cut.step),
         weight=_descriptor(weight, cut.block, cut.step), out=_descriptor(out, cut.rows, cut.block), rows=rows, LAYER=layer, WIDTH=width,
         INNER=x.shape[1], ROWS=cut.rows, BLOCK=cut.block, STEP=cut.step, STAGES=cut.stages, num_warps=cut.warps, **arguments,
     )  # fmt: skip
