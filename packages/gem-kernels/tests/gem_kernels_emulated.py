@@ -83,6 +83,8 @@ class Blocks:
         """The part of ``x`` that a block covers."""
         _, end, past, column = (int(c) for c in coordinates)
         first = end + past - END
+        if first < 0 or end > len(self.x):
+            raise IndexError("a copy leaves its tensor")
         rows = max(min(self.block[2], end - first), 0)
         return self.x.flatten(1)[first : first + rows, column : column + self.block[3]]
 

@@ -3,6 +3,8 @@ launched, is in ``test_hopper_hstu``."""
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 pytest.importorskip("triton")
 
@@ -79,6 +81,12 @@ def test_case_I03_lengths_around_tiles(lengths):
 
 def test_case_I03_two_heads_of_128_and_many_programs():
     compare((257, 130), heads=2, width=128, programs=5)
+
+
+@settings(max_examples=8, deadline=None, derandomize=True)
+@given(lengths=st.lists(st.integers(0, 150), min_size=1, max_size=5).filter(any), programs=st.integers(1, 4), cut=st.integers(0, 70))
+def test_case_I03_any_lengths(lengths, programs, cut):
+    compare(lengths, programs=programs, longest=max(1, max(lengths) - cut))
 
 
 def test_tokens_beyond_the_maximum_get_zeros():

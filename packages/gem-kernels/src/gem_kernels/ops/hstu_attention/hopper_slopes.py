@@ -79,14 +79,16 @@ def _produce(slopes_desc, k_desc, records, total, heads, k_head, longest, square
         upcoming = read_row(records, item_of(tile + 1, total), heads)
         begin, end = keys_seen(first, used, used, 0, BLOCK_M, True, False)
         square = first_square(records, item, heads, start, first // 64, longest, squares)
+        second = gl.where(first + 64 < used, first // 64 + 1, 0)
         for j in range(copies(begin, end, 64)):
             stage = copied % STAGES
             mbarrier.wait(free.index(stage), ((copied // STAGES) & 1) ^ 1)
             mbarrier.expect(full.index(stage), k_desc.block_type.nbytes + 2 * slopes_desc.block_type.nbytes)
             load(k_desc, start, used, j * 64, item % heads * k_head, full.index(stage), ks.index(stage))
-            # The first half sees nothing of the last block of keys: it gets the square that follows its own, and leaves it alone.
+            # The first half sees nothing of the last block of keys: it gets the square that follows its own, and leaves it alone. So does a second
+            # half without queries, which gets the squares of the first.
             for w in gl.static_range(2):
-                at = (square + w * (first // 64 + 1) + j) * 64
+                at = (square + w * second + j) * 64
                 load(slopes_desc, at, 64, 0, 0, full.index(stage), ds.index(stage * 2 + w))
             copied += 1
 
