@@ -1,4 +1,5 @@
-"""Write what was measured of native FP8 into docs/precision.md: results/h200-casts.json, and what of results/h200-linear.json it does not have.
+"""Write what was measured of native FP8 into docs/precision.md: results/h200-norm-linear.json, results/h200-casts.json, and what of
+results/h200-linear.json they do not have.
 
     python3 packages/gem-precision/benchmarks/document.py [--check]
 
@@ -16,6 +17,8 @@ RESULTS = HERE / "results" / "h200-linear.json"
 """Of ``linear.py``, with the casts of before."""
 LATER = HERE / "results" / "h200-casts.json"
 """Of a later run: layers, casts and products with the casts of now."""
+NORMS = HERE / "results" / "h200-norm-linear.json"
+"""Of ``norm_linear.py``."""
 PAGE = HERE.parents[2] / "docs" / "precision.md"
 BEGIN, END = "<!-- native FP8: written by benchmarks/document.py -->", "<!-- end of native FP8 -->"
 LOW = ("fp8_block", "fp8_square")
@@ -124,6 +127,34 @@ def products_alone(times: Times) -> list[str]:
     return table(["rows x inputs x outputs", *PRODUCTS], lines)
 
 
+def norm_steps(times: Times) -> list[str]:
+    """Steps of a norm and the layer behind it: milliseconds and, in bold, how many times as fast as bfloat16."""
+    lines = []
+    for shape, known in times.items():
+        for what in (name.removesuffix(", bf16") for name in known if name.endswith(", bf16")):
+            cells = [f"{r['ms']:.2f}, **{r['over_bf16']:.2f}**" for r in (known[f"{what}, {recipe}"] for recipe in LOW)]
+            lines.append([shape, what.split()[0], f"{known[f'{what}, bf16']['ms']:.2f}", *cells])
+    return table(["rows x inputs x outputs", "norm", "bfloat16 ms", *(f"`{recipe}`" for recipe in LOW)], lines)
+
+
+def norm_passes(times: Times) -> list[str]:
+    """Passes around it: milliseconds, and the speed as a share of a copy's."""
+    lines = [
+        [shape, what, f"{r['ms']:.2f}", f"{r['of_a_copy']:.0%}"] for shape, known in times.items() for what, r in known.items() if "of_a_copy" in r
+    ]
+    return table(["rows x columns", "pass", "ms", "of a copy"], lines)
+
+
+def norm_section(found: dict[str, Any]) -> list[str]:
+    """The run of ``norm_linear.py``."""
+    times = by_shape(found["timings"])
+    told = (
+        f"A norm and the layer behind it, as pre-norm layers begin, on {where(found['about'])} (`benchmarks/results/{NORMS.name}`): forward and "
+        "backward, the residual and the gradient of the stream included. bfloat16 is the backend `triton` of gem-kernels; bold: times as fast:"
+    )
+    return [told, "", *norm_steps(times), "", "What of it is no product:", "", *norm_passes(times)]
+
+
 def where(about: dict[str, Any]) -> str:
     return f"{about['gpu']}, torch {about['torch']}, triton {about['triton']}, {about['date']}"
 
@@ -144,18 +175,18 @@ def earlier_section(found: dict[str, Any], retold: set[str]) -> list[str]:
     checks, times = found["checks"], by_shape([record for record in found["timings"] if record["what"] not in retold])
     held = sum(check["holds"] for check in checks)
     told = (
-        f"An earlier run on {where(found['about'])} (`benchmarks/results/{RESULTS.name}`), with the former casts; {held} of {len(checks)} checks "
-        "hold. Fused layers and attention:"
+        f"An earlier run on {where(found['about'])} (`benchmarks/results/{RESULTS.name}`), with the former casts and norms; {held} of "
+        f"{len(checks)} checks hold. Fused layers and attention:"
     )
     by_way = "Products alone, as many times as fast as bfloat16; the way that a layer takes is bold:"
     moved = "Fused passes, beside a copy of as many bytes. A norm reads its rows twice, the second time from the cache where it can:"
     return [told, "", *steps(times), "", by_way, "", *products(times), "", moved, "", *passes(times)]
 
 
-def section(found: dict[str, Any], later: dict[str, Any]) -> str:
+def section(found: dict[str, Any], later: dict[str, Any], norms: dict[str, Any]) -> str:
     """What stands between the two marks."""
     retold = {record["what"] for record in later["timings"] if {"over_bf16", "of_a_copy"} & record.keys()} - {"copy"}
-    return "\n".join([BEGIN, "", *later_section(later), "", *earlier_section(found, retold), "", END])
+    return "\n".join([BEGIN, "", *norm_section(norms), "", *later_section(later), "", *earlier_section(found, retold), "", END])
 
 
 def page(text: str, written: str) -> str:
@@ -169,7 +200,7 @@ def main() -> None:
     parser.add_argument("--check", action="store_true", help="only say whether the page is up to date")
     options = parser.parse_args()
     now = PAGE.read_text(encoding="utf-8")
-    wanted = page(now, section(json.loads(RESULTS.read_text()), json.loads(LATER.read_text())))
+    wanted = page(now, section(*(json.loads(path.read_text()) for path in (RESULTS, LATER, NORMS))))
     if options.check and now != wanted:
         sys.exit(f"{PAGE.name} is out of date: run {Path(__file__).name}")
     if not options.check:

@@ -37,6 +37,17 @@ def bench(monkeypatch):
     return module
 
 
+@pytest.fixture
+def norms(bench, monkeypatch):
+    monkeypatch.setitem(sys.modules, "linear", bench)
+    module = load("norm_linear")
+    plain = module.op
+    monkeypatch.setattr(module, "op", lambda *tensors, backend, **how: plain(*tensors, **how))
+    monkeypatch.setattr(module, "LAYERS", (module.Layer(130, 128, 256, "layer", True),))
+    monkeypatch.setattr(module, "PASSES", ((130, 128, "rms"),))
+    return module
+
+
 def test_every_check_and_every_timing_runs(bench, capsys):
     checks = bench.checks()
     assert not [record for record in checks if record["check"].startswith("failed")]
@@ -47,7 +58,7 @@ def test_every_check_and_every_timing_runs(bench, capsys):
     assert {record["of_a_copy"] for record in timings if record["what"] == "cast"} == {1.0}
 
 
-def test_the_page_shows_what_was_measured(bench, monkeypatch, tmp_path):
+def test_the_page_shows_what_was_measured(bench, norms, monkeypatch, tmp_path):
     document = load("document")
     about = {"gpu": "a GPU", "torch": "2", "triton": "3", "date": "today"}
     timings = list(bench.timings())
@@ -56,13 +67,15 @@ def test_the_page_shows_what_was_measured(bench, monkeypatch, tmp_path):
     steps = ("linear, bf16", *(what for _, what in document.LAYERS))
     ran = {what: {"shape": "1x128x256", "what": what, "ms": 3.0, "over_bf16": 1.5} for what in steps}
     ran |= {what: {"shape": "1x256", "what": what, "of_a_copy": 0.5, "ms": 1.0, "tb_a_second": 4.0} for what in ("copy", "cast in squares")}
-    page, results, later = (tmp_path / name for name in ("page.md", "results.json", "later.json"))
+    page, results, later, normed = (tmp_path / name for name in ("page.md", "results.json", "later.json", "normed.json"))
+    normed.write_text(json.dumps({"about": about, "timings": list(norms.timings())}))
     later.write_text(json.dumps({"about": about, "timings": list(ran.values())}))
     page.write_text(f"before\n{document.BEGIN}\nstale\n{document.END}\nbehind\n")
     results.write_text(json.dumps(found))
     monkeypatch.setattr(document, "PAGE", page)
     monkeypatch.setattr(document, "RESULTS", results)
     monkeypatch.setattr(document, "LATER", later)
+    monkeypatch.setattr(document, "NORMS", normed)
     monkeypatch.setattr(sys, "argv", ["document.py", "--check"])
     with pytest.raises(SystemExit, match="out of date"):
         document.main()
@@ -74,6 +87,8 @@ def test_the_page_shows_what_was_measured(bench, monkeypatch, tmp_path):
     assert written.endswith("\nbehind\n")
     assert "stale" not in written
     assert "1 of 2 checks hold" in written
+    assert "| 130x128x256 | layer | 2.00 | 2.00, **1.00** | 2.00, **1.00** |" in written
+    assert "| 130x128 | rms: sum, norm and cast | 2.00 | 200% |" in written
     assert "| 1x128x256 | 3.00 | 3.00, **1.50** | 3.00, **1.50** | 3.00, **1.50** | 3.00 | 3.00, **1.50** |" in written
     assert "| 1x256 | 4.00 |  |  | 50% |  |  |  |  |" in written
     assert "| 130x128x256 | RMS norm and linear | 2.00 | 1.00 | 2.00 |" in written
@@ -89,7 +104,9 @@ def test_the_page_is_that_of_the_results():
     if not document.RESULTS.exists():
         pytest.skip("nothing has been measured")
     text = document.PAGE.read_text(encoding="utf-8")
-    assert document.page(text, document.section(*(json.loads(path.read_text()) for path in (document.RESULTS, document.LATER)))) == text
+    assert (
+        document.page(text, document.section(*(json.loads(path.read_text()) for path in (document.RESULTS, document.LATER, document.NORMS)))) == text
+    )
 
 
 def test_a_way_that_fails_is_printed_and_costs_the_others_nothing(bench, capsys):
@@ -114,17 +131,6 @@ def test_without_a_hopper_gpu_it_says_so(bench, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["linear.py", "--json", "none.json"])
     assert bench.main() == 3
     assert "needs a Hopper GPU" in capsys.readouterr().err
-
-
-@pytest.fixture
-def norms(bench, monkeypatch):
-    monkeypatch.setitem(sys.modules, "linear", bench)
-    module = load("norm_linear")
-    plain = module.op
-    monkeypatch.setattr(module, "op", lambda *tensors, backend, **how: plain(*tensors, **how))
-    monkeypatch.setattr(module, "LAYERS", (module.Layer(130, 128, 256, "layer", True),))
-    monkeypatch.setattr(module, "PASSES", ((130, 128, "rms"),))
-    return module
 
 
 def test_every_timing_of_norms_and_their_layers_runs(norms):

@@ -74,12 +74,14 @@ def test_what_an_h200_has_measured_is_taken_unasked_and_what_no_gpu_has_is_not(h
 
 @pytest.mark.parametrize("taken", [False, True])
 def test_what_nobody_has_measured_is_taken_only_when_asked_for(hopper: None, monkeypatch: pytest.MonkeyPatch, taken: bool) -> None:
-    monkeypatch.setattr(backends, "BACKENDS", tuple(replace(backend, measured=backend.emulated) for backend in backends.BACKENDS))
+    for known in ("BACKENDS", "NORM_BACKENDS"):
+        monkeypatch.setattr(backends, known, tuple(replace(backend, measured=backend.emulated) for backend in getattr(backends, known)))
     monkeypatch.setenv("GEM_UNMEASURED", "1" if taken else "0")
-    net = model()
+    net = nn.ModuleDict({**model(), "qkv": Normed(1024, 3072)})
     decisions = {d.module: d for d in fp8_block(emulate=False, islands=()).prepare(net, "cuda")}
-    assert (rule_of(net["body"]) is not None) is taken
-    assert ("nobody has measured it yet" in decisions["body"].reason) is not taken
+    assert (rule_of(net["body"]) is not None) is (net["qkv"].slot.asked is not None) is taken
+    for name in ("body", "qkv"):
+        assert ("nobody has measured it yet" in decisions[name].reason) is not taken
 
 
 def test_a_recipe_without_a_native_backend_says_so() -> None:
@@ -117,13 +119,8 @@ def normed_model() -> nn.ModuleDict:
     )
 
 
-@pytest.fixture
-def measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backends, "NORM_BACKENDS", tuple(replace(backend, measured=True) for backend in backends.NORM_BACKENDS))
-
-
 @pytest.mark.parametrize(("recipe", "name"), [(fp8_block, "fp8_block_native"), (fp8_square, "fp8_square_native")])
-def test_a_norm_and_its_matrix_are_native_where_they_gain(hopper: None, measured: None, recipe, name: str) -> None:
+def test_a_norm_and_its_matrix_are_native_where_they_gain(hopper: None, recipe, name: str) -> None:
     net = normed_model()
     decisions = {d.module: d for d in recipe(emulate=False, islands=()).prepare(net, "cuda")}
     assert {key: module.slot.asked for key, module in net.items()} == {key: name if key == "qkv" else None for key in net}
@@ -141,7 +138,7 @@ def test_a_norm_and_its_matrix_are_native_where_they_gain(hopper: None, measured
         assert reason in decisions[key].reason, key
 
 
-def test_a_norm_and_its_matrix_stay_high_off_hopper_and_in_a_recipe_without_a_kernel(measured: None) -> None:
+def test_a_norm_and_its_matrix_stay_high_off_hopper_and_in_a_recipe_without_a_kernel() -> None:
     for recipe, reason in ((fp8_block, "its products need the FP8 tensor cores"), (mxfp8, "there is no native one")):
         net = normed_model()
         decisions = {d.module: d for d in recipe(emulate=False, islands=()).prepare(net, "cpu")}
@@ -149,7 +146,7 @@ def test_a_norm_and_its_matrix_stay_high_off_hopper_and_in_a_recipe_without_a_ke
         assert net["qkv"].slot.asked is None
 
 
-def test_who_names_the_backend_of_linear_layers_names_none_of_a_norm_and_its_matrix(hopper: None, measured: None) -> None:
+def test_who_names_the_backend_of_linear_layers_names_none_of_a_norm_and_its_matrix(hopper: None) -> None:
     net = nn.ModuleDict({"plain": nn.Linear(512, 512), "query": Normed(1024, 1024)})
     decisions = {d.module: d for d in fp8_block(emulate=False, linear="fp8_block_native", islands=()).prepare(net, "cuda")}
     assert rule_of(net["plain"]) is not None

@@ -127,6 +127,7 @@ NORM_BACKENDS: tuple[LinearBackend, ...] = tuple(
         load=f"gem_precision.native_ops:{function}",
         check="gem_precision.native_ops:why_not",
         gain="gem_precision.native_ops:no_gain",
+        measured=True,
     )
     for recipe, function in (("fp8_block", "norm_linear"), ("fp8_square", "square_norm_linear"))
 )
