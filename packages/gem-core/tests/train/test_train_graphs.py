@@ -1,6 +1,8 @@
 """Forward and backward by recordings: the same run as without, dummy rows that leave no trace, and what cannot be recorded."""
 
+import gc
 import json
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +21,7 @@ from gem_core.config.load import load_config
 from gem_core.spec import RequestError
 from gem_core.train import graphs, static_inputs
 from gem_core.train.compose import Run, compose, graphs_of
-from gem_core.train.graphs import capacities
+from gem_core.train.graphs import GraphedLoss, capacities
 from gem_core.train.static_inputs import DUMMIES, ROWS, Extents, StaticInputs
 
 EXTENTS = Extents(SCHEMA, frozenset())
@@ -117,7 +119,32 @@ def test_a_batch_without_room_is_computed_as_ever(tmp_path: Path, monkeypatch: p
         monkeypatch.setattr(StaticInputs, "fits", lambda self, sizes: False)
         taken(run, SURVEYED + 3)
         assert run.learner.graphs is not None
-        assert run.learner.graphs.told() == {"graphs": 1, "replayed": 0, "other": SURVEYED + 3}
+        assert run.learner.graphs.told() == {"graphs": 1, "replayed": 0, "other": SURVEYED + 3, "recorded": 1}
+    finally:
+        run.close()
+
+
+def test_graphs_give_way_to_a_batch_that_does_not_fit_beside_them_and_come_back_larger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = composed(tmp_path / "run", count=1)
+    try:
+        taken(run, SURVEYED + 1)
+        found = run.learner.graphs
+        assert found is not None
+        room, released = found._graphs[0].inputs.capacity, weakref.ref(found._graphs[0])
+        monkeypatch.setattr(graphs, "free_bytes", lambda: -1)
+        batch = next(run.source.batches("train", batch_size=32, seed=5))
+        sizes = Extents.sizes(EXTENTS, batch)
+        monkeypatch.setattr(Extents, "sizes", lambda self, batch: {**sizes, "views": room["views"] + 5})
+        monkeypatch.setattr(GraphedLoss, "_as_ever", lambda self, *_: (torch.zeros(()), torch.zeros(())))
+        found(batch, {}, [1.0, 1.0])
+        assert not found.recorded
+        gc.collect()
+        assert released() is None
+        monkeypatch.undo()
+        monkeypatch.setattr(graphs, "SURVEYED", SURVEYED)
+        taken(run, 2)
+        assert found.told()["recorded"] == 2
+        assert found._graphs[0].inputs.capacity["views"] >= room["views"] + 5
     finally:
         run.close()
 
@@ -166,7 +193,7 @@ def test_a_capacity_holds_what_its_dummy_rows_can_take() -> None:
     sizes = EXTENTS.sizes(batch)
     longest = {name: EXTENTS.longest(name) for name in EXTENTS.names}
     assert longest == {"views": 12, "buys": 6, "tags": None}
-    inputs = StaticInputs(EXTENTS, SCHEMA.tasks, 16, {**sizes, "views": sizes["views"] + 8 * 12}, batch)
+    inputs = StaticInputs(EXTENTS, SCHEMA.tasks, 16, {**sizes, "views": sizes["views"] + DUMMIES * 12}, batch)
     assert inputs.fits(sizes)
     assert inputs.fits({**sizes, "tags": 0})
     assert not inputs.fits({**sizes, "views": sizes["views"] - 1}), "dummy rows would be longer than any row may be"

@@ -2,7 +2,8 @@
 
 A graph computes on fixed addresses and sizes (``static_inputs``). The first ``SURVEYED`` batches are computed as ever, and tell how many events
 batches have; then ``compile.graphs`` capacities are chosen and recorded. A batch takes the smallest one that it fits, and one that fits none is
-computed as ever, which ``told`` counts. Look-ups, updates, clipping and the optimiser stay outside.
+computed as ever, which ``told`` counts; where memory cannot hold that beside the graphs, they go, and are recorded anew at the next batch. Look-ups,
+updates, clipping and the optimiser stay outside.
 
 Two graphs for each capacity, forward and backward, share one pool of memory with those of the others: at any time one step uses it.
 """
@@ -26,7 +27,7 @@ from gem_core.train.world import World
 
 SURVEYED = 32
 """Batches whose sizes are looked at before capacities are chosen."""
-SPREAD = 3.0
+SPREAD = 5.0
 """The largest capacity holds batches that are by so many standard deviations larger than the mean of the surveyed ones."""
 T = TypeVar("T")
 LossOf = Callable[[Batch, Mapping[str, Tensor], Any], tuple[Tensor, Tensor]]
@@ -217,7 +218,9 @@ class GraphedLoss:
         self._recorder = recorder
         self._seen: list[dict[str, int]] = []
         self._graphs: list[Recorded] = []
-        self._told: Counter[str] = Counter(graphs=0, replayed=0, other=0)
+        self._needs = 0
+        """Bytes that a batch computed as ever takes."""
+        self._told: Counter[str] = Counter(graphs=0, replayed=0, other=0, recorded=0)
 
     @property
     def recorded(self) -> bool:
@@ -225,7 +228,7 @@ class GraphedLoss:
         return bool(self._graphs)
 
     def told(self) -> dict[str, int]:
-        """Capacities that are recorded, batches computed by graphs, and those computed as ever."""
+        """Capacities that are recorded, batches computed by graphs, those computed as ever, and how often capacities were recorded."""
         return dict(self._told)
 
     def __call__(self, batch: Batch, embedded: Mapping[str, Tensor], scales: Sequence[float]) -> tuple[Tensor, Tensor]:
@@ -235,14 +238,15 @@ class GraphedLoss:
         scales: ``[tasks]`` factors of the tasks' sums of losses.
         """
         sizes = self._extents.sizes(batch)
-        if batch.rows == self._rows and not self.recorded:
-            if len(self._seen) == SURVEYED:
-                self._record(batch, embedded)
-            else:
-                self._seen.append({name: sizes[name] for name in self._extents.names})
+        if not self.recorded and len(self._seen) >= SURVEYED and batch.rows == self._rows:
+            self._record(batch, embedded)
         recorded = next((each for each in self._graphs if each.inputs.fits(sizes)), None)
         self._told["other" if recorded is None else "replayed"] += 1
         if recorded is None:
+            if batch.rows == self._rows:
+                self._seen.append({name: sizes[name] for name in self._extents.names})
+            if self.recorded and free_bytes() < self._needs:
+                self._graphs = []
             return self._as_ever(batch, embedded, scales, sizes)
         loss, sums = _Replay.apply(self, recorded, batch, scales, *embedded.values())  # type: ignore[no-untyped-call]
         return loss, sums
@@ -268,6 +272,7 @@ class GraphedLoss:
 
     def _record(self, batch: Batch, embedded: Mapping[str, Tensor]) -> None:
         """Record all capacities. All are warmed up before the first is recorded: the memory of the one is then free for the other."""
+        self._needs = max(self._needs, used_bytes())
         inputs = [StaticInputs(self._extents, self._tasks, self._rows, size, batch) for size in capacities(self._seen, self._count)]
         found = [Recorded(each, embedded, self._loss_of, self._parameters, self._context) for each in inputs]
         for recorded in found:
@@ -277,3 +282,14 @@ class GraphedLoss:
             recorded.record(recorder)
         self._graphs = found
         self._told["graphs"] = len(found)
+        self._told["recorded"] += 1
+
+
+def used_bytes() -> int:
+    """The most that was allocated on the GPU beyond what is now."""
+    return torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
+
+
+def free_bytes() -> int:
+    """What can be allocated on the GPU beside the memory of graphs."""
+    return int(torch.cuda.mem_get_info()[0]) if torch.cuda.is_available() else 0

@@ -15,8 +15,8 @@ from torch.nn.functional import pad
 from gem_core.batch import Batch, Jagged, KeyedJagged
 from gem_core.spec import DataSchema, Task
 
-DUMMIES = 8
-"""Rows that hold what is left of a capacity; in whole eights, so that 16-bit matmuls over rows stay aligned."""
+DUMMIES = 32
+"""Rows that hold what is left of a capacity, at most so many times the longest row; whole eights keep 16-bit matmuls over rows aligned."""
 _FIELDS = ("labels", "masks", "weights", "dense", "event_dense", "event_time", "id_weights")
 ROWS = ""
 """The extent of what has one entry a row; other extents are names of groups and of features with any number of ids a row."""
