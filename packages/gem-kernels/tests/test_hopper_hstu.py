@@ -14,7 +14,6 @@ pytest.importorskip("triton")
 from gem_core.spec import RequestError
 from gem_kernels.common.schedule import programs
 from gem_kernels.ops.hstu_attention import hopper, launch
-from gem_kernels.ops.limits import UNMEASURED
 
 ON_CPU = pytest.mark.skipif(torch.cuda.is_available(), reason="this looks at launches, on a CPU")
 COMPILE = """
@@ -138,12 +137,6 @@ def recorded():
         yield SimpleNamespace(**{name.removesuffix("_kernel"): kernel.calls for name, kernel in kernels.items()})
 
 
-@pytest.fixture(autouse=True)
-def measured(monkeypatch):
-    """What a GPU has shown to be faster, unless a test asks for more."""
-    monkeypatch.delenv(UNMEASURED, raising=False)
-
-
 def memory(call):
     return [torch.empty_like(t) for t in (call.q, call.k, call.v)]
 
@@ -200,11 +193,11 @@ def test_blocks_line_up_with_tiles_and_fit_into_shared_memory(recorded, dim, v_d
 
 
 @ON_CPU
-def test_kept_slopes_take_the_place_of_the_pass_over_queries(recorded, monkeypatch):
-    monkeypatch.setenv(UNMEASURED, "1")
+def test_kept_slopes_take_the_place_of_the_pass_over_queries(recorded):
     call, out = inputs(lengths=(300, 0, 65), heads=2, dim=64)
     dq, dk, dv = memory(call)
-    hopper.grad(call, out, dq, dk, dv)
+    with patch.object(hopper, "LONG", 121):
+        hopper.grad(call, out, dq, dk, dv)
     ((_, key_grad),), ((_, product),) = recorded.key_grad, recorded.query_product
     assert not recorded.query_grad
     assert (key_grad["longest"], key_grad["squares"]) == (5, (5 + 3) * 6 // 2)
@@ -215,11 +208,11 @@ def test_kept_slopes_take_the_place_of_the_pass_over_queries(recorded, monkeypat
 
 
 @ON_CPU
-@pytest.mark.parametrize("why", ["measured", "window", "full", "too many"])
-def test_slopes_are_kept_of_plain_causal_rows_of_a_bounded_size(why, recorded, monkeypatch):
-    monkeypatch.setenv(UNMEASURED, "0" if why == "measured" else "1")
+@pytest.mark.parametrize("why", ["short", "window", "full", "too many"])
+def test_slopes_are_kept_of_long_plain_causal_rows_up_to_a_size(why, recorded):
     call, out = inputs(**{"window": {"window": 7}, "full": {"causal": False}}.get(why, {}))
-    with patch.object(hopper, "MAX_KEPT", 24 * 2 * 8192 - (why == "too many")):
+    sizes = {"LONG": 121 + (why == "short"), "MAX_KEPT": 24 * 2 * 8192 - (why == "too many")}
+    with patch.multiple(hopper, **sizes):
         hopper.grad(call, out, *memory(call))
     assert not recorded.query_product
     assert len(recorded.query_grad) == len(recorded.key_grad) == 1
