@@ -17,7 +17,18 @@ from gem_core.model.crossing import KeyValues, WeightGen
 from gem_core.model.jagged import from_end, mean_rows, regular_offsets, row_of
 from gem_core.model.layers import NormLinear
 from gem_core.model.options import SequenceOptions
-from gem_core.model.sequence import Events, EventTokens, LogEmbedding, PersonalFfn, RotaryAngles, SelfAttention, event_age, log_buckets, rotate
+from gem_core.model.sequence import (
+    Events,
+    EventTokens,
+    LogEmbedding,
+    LookUpSum,
+    PersonalFfn,
+    RotaryAngles,
+    SelfAttention,
+    event_age,
+    log_buckets,
+    rotate,
+)
 from gem_core.spec import RequestError
 
 LENGTHS = [3, 0, 5, 1]
@@ -75,6 +86,22 @@ class TestTimes:
         assert age.dtype == torch.int64
         assert age.tolist() == [7200, 60, 1]
         assert len(set(buckets.tolist())) == 3
+
+    @pytest.mark.parametrize("events", [0, 1, 300])
+    @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+    def test_vectors_of_place_and_age_against_two_look_ups(self, events: int, dtype: torch.dtype) -> None:
+        wide = torch.float64 if dtype is torch.float64 else torch.float32
+        places, ages = torch.randn(5, 6, dtype=wide, requires_grad=True), torch.randn(3, 6, dtype=wide, requires_grad=True)
+        place, age = torch.randint(0, 4, (events,)), torch.randint(0, 3, (events,))  # nobody looks up the last place
+        out = LookUpSum.apply(places, ages, place, age, dtype)  # type: ignore[no-untyped-call]
+        want = (places[place] + ages[age]).to(dtype)
+        assert out.dtype is dtype
+        assert torch.equal(out, want)
+        upstream = torch.randn(events, 6).to(dtype)
+        tolerance = 1e-12 if dtype is torch.float64 else 2e-2
+        for mine, other in zip(torch.autograd.grad(out, (places, ages), upstream), torch.autograd.grad(want, (places, ages), upstream)):
+            assert mine.dtype is wide
+            torch.testing.assert_close(mine, other, rtol=tolerance, atol=tolerance)
 
     def test_case_G06_the_check_sees_low_precision(self) -> None:
         """Planted fault: the same ages from bf16 times fall into one bucket."""

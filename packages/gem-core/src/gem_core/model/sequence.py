@@ -1,6 +1,6 @@
 """Event tokens of a sequence group, its personalised feed-forward and its self-attention. All tensors are packed ``[events, dim]``."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -88,6 +88,29 @@ class LogEmbedding(nn.Module):
         return nn.functional.embedding(self.bucket(number), self.weight)
 
 
+class LookUpSum(torch.autograd.Function):
+    """``places[place] + ages[age]`` in ``dtype``: ``[places, dim], [ages, dim], [events], [events] -> [events, dim]``.
+
+    One look-up in the few sums that there are. Gradients of both tables are one product with events that are ones at their place and age, in the
+    place of a sort of all events by what they looked up.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, places: Tensor, ages: Tensor, place: Tensor, age: Tensor, dtype: torch.dtype) -> Tensor:
+        ctx.save_for_backward(place, age)
+        ctx.counts, ctx.dtype = (places.shape[0], ages.shape[0]), places.dtype
+        sums = (places[:, None] + ages).flatten(0, 1).to(dtype)
+        return nn.functional.embedding(place * ages.shape[0] + age, sums)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        place, age = ctx.saved_tensors
+        count = ctx.counts[0]
+        ones = grad.new_zeros((grad.shape[0], sum(ctx.counts))).scatter_(1, torch.stack([place, count + age], dim=1), 1.0)
+        tables = torch.matmul(ones.t(), grad).to(ctx.dtype)
+        return tables[:count], tables[count:], None, None, None
+
+
 def event_age(batch: Batch, group: str, row: Tensor) -> Tensor:
     """Seconds from each event to its row's impression, at least 0: ``[events]`` int64."""
     if batch.time is None:
@@ -159,12 +182,11 @@ class EventTokens(nn.Module):
 
     def _when(self, place: Tensor, age: Tensor | None) -> Tensor:
         """``place + age [events, dim]``: one look-up in the few sums that there are, in the dtype that the next kernel reads."""
-        bucket = self.place.bucket(place)
-        table: Tensor = self.place.weight
-        if self.age is not None and age is not None:
-            table = (table[:, None] + self.age.weight).flatten(0, 1)
-            bucket = bucket * self.age.weight.shape[0] + self.age.bucket(age)
-        return nn.functional.embedding(bucket, table.to(compute_dtype(table)))
+        bucket, dtype = self.place.bucket(place), compute_dtype(self.place.weight)
+        if self.age is None or age is None:
+            return nn.functional.embedding(bucket, self.place.weight.to(dtype))
+        out: Tensor = LookUpSum.apply(self.place.weight, self.age.weight, bucket, self.age.bucket(age), dtype)  # type: ignore[no-untyped-call]
+        return out
 
     def events(self, batch: Batch, embedded: dict[str, Tensor]) -> int:
         """Number of events, from shapes; RequestError when the group's columns disagree."""
