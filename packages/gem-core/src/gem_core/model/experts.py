@@ -42,12 +42,13 @@ class PairsAndMix(torch.autograd.Function):
         mixed = torch.bmm(laid.expand(x.shape[0], -1, -1), x)
         ctx.save_for_backward(laid, x, mixed)
         ctx.rank, ctx.dtype = rank, weight.dtype
-        return torch.bmm(x, mixed[:, :rank].transpose(1, 2)), mixed[:, rank:]
+        # contiguous, here and in backward, as torch joins parts of other tensors number by number on a GPU
+        return torch.bmm(x, mixed[:, :rank].transpose(1, 2)), mixed[:, rank:].contiguous()
 
     @staticmethod
     def backward(ctx: Any, of_pairs: Tensor, of_linear: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         laid, x, mixed = ctx.saved_tensors
-        of_mixed = torch.cat([torch.bmm(of_pairs.transpose(1, 2), x), of_linear], dim=1)
+        of_mixed = torch.cat([torch.bmm(of_pairs.transpose(1, 2), x), of_linear.contiguous()], dim=1)
         for_weight, for_x, _ = ctx.needs_input_grad
         of_x = None
         if for_x:
