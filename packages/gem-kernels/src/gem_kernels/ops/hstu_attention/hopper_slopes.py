@@ -15,14 +15,6 @@ from gem_kernels.common.hopper.items import item_of, items_here, read_row
 from gem_kernels.common.hopper.language import accumulator, barriers, copies, keys_seen, load
 
 
-@gluon.jit
-def first_square(records, item, heads, start, block, longest, squares):
-    """The first square of a block of queries of an item's row. A head has ``squares``; a row, of up to ``longest`` blocks, begins behind as many as
-    the blocks of all rows before it can have."""
-    row = gl.load(records + item // heads * 8)
-    return item % heads * squares + (start // 64 + row) * (longest + 1) // 2 + block * (block + 1) // 2
-
-
 STORED = gl.constexpr(
     gl.DistributedLinearLayout(
         reg_bases=[[0, 1], [0, 2], [0, 4], [32, 0], [64, 0]],
@@ -43,6 +35,14 @@ LOADED = gl.constexpr(
     )
 )
 """The same memory as rows of 64, read by the warps that have its queries."""
+
+
+@gluon.jit
+def first_square(records, item, heads, start, block, longest, squares):
+    """The first square of a block of queries of an item's row. A head has ``squares``; a row, of up to ``longest`` blocks, begins behind as many as
+    the blocks of all rows before it can have."""
+    row = gl.load(records + item // heads * 8)
+    return item % heads * squares + (start // 64 + row) * (longest + 1) // 2 + block * (block + 1) // 2
 
 
 @gluon.jit
