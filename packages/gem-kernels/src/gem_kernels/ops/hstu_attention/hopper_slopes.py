@@ -14,7 +14,6 @@ from gem_kernels.common.hopper.gluon import fence_async_shared, gl, gluon, mbarr
 from gem_kernels.common.hopper.items import item_of, items_here, read_row
 from gem_kernels.common.hopper.language import accumulator, barriers, copies, keys_seen, load
 
-
 STORED = gl.constexpr(
     gl.DistributedLinearLayout(
         reg_bases=[[0, 1], [0, 2], [0, 4], [32, 0], [64, 0]],
