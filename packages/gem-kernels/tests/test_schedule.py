@@ -21,7 +21,7 @@ from gem_core.spec import RequestError
 from gem_kernels.common import capture, schedule, tile_lists
 from gem_kernels.common.schedule import RECORD, Layout, available, programs, tiles
 
-HERE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+HERE = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 """The interpreter's, without a GPU."""
 
 
@@ -364,24 +364,21 @@ def test_a_driver_that_is_missing_or_too_old_is_none(monkeypatch, library):
     capture._driver.cache_clear()
 
 
-@pytest.mark.parametrize(
-    ("manager", "wanted"),
-    [
-        (None, 9),
-        (SimpleNamespace(in_warmup=False, in_recording=False), 9),
-        (SimpleNamespace(in_warmup=True, in_recording=False), None),
-        (SimpleNamespace(in_warmup=False, in_recording=True), None),
-    ],
-)
-def test_nothing_is_kept_of_graphs_of_the_compiler(monkeypatch, manager, wanted):
+@pytest.mark.parametrize("capturing", [True, False])
+@pytest.mark.parametrize("manager", [None, SimpleNamespace(in_warmup=False), SimpleNamespace(in_warmup=True)])
+def test_nothing_is_kept_of_graphs_of_the_compiler(monkeypatch, manager, capturing):
+    """It warms up outside of a capture, and says that it records only when it has."""
+
     def get_manager(index, create_if_none_exists):
         assert (index, create_if_none_exists) == (3, False)
         return manager
 
     monkeypatch.setitem(sys.modules, "torch._inductor.cudagraph_trees", SimpleNamespace(get_manager=get_manager))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=5))
-    monkeypatch.setattr(capture, "_number", lambda stream: stream + 4)
-    assert capture.current(torch.device("cuda", 3)) == (5, wanted)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    monkeypatch.setattr(capture, "_number", lambda stream: 9 * capturing)
+    number = None if manager is not None and (manager.in_warmup or capturing) else 9 * capturing
+    assert capture.current(torch.device("cuda", 3)) == (5, number)
 
 
 def test_a_cpu_has_neither_streams_nor_captures():

@@ -144,7 +144,7 @@ def test_no_list_goes_from_one_capture_to_another_or_outside(built):
 def test_layers_and_directions_that_one_graph_captures_share_lists(built, backend):
     works = [work_of("gdpa", "", BEFORE) for _ in range(3)]
     for work in works:
-        work.arguments |= {"q_offsets": works[0].arguments["q_offsets"], "k_offsets": works[0].arguments["k_offsets"]}
+        work.arguments.update({name: works[0].arguments[name] for name in ("q_offsets", "k_offsets")})
     function = resolve(works[0], backend)
     if not callable(function):
         pytest.skip(function)

@@ -24,13 +24,13 @@ def current(device: torch.device) -> tuple[int | None, int | None]:
 
 
 def _compiler_records(device: torch.device) -> bool:
-    """Whether calls may use the memory of graphs of ``torch.compile(mode="reduce-overhead")``, which fails where some of it is still held when a
-    graph is through."""
+    """Whether a call may use the memory of graphs of ``torch.compile(mode="reduce-overhead")``, which fails where some of it is still held when a
+    graph is through. Where there are such graphs, any capture may be one of theirs."""
     trees = sys.modules.get("torch._inductor.cudagraph_trees")
     if trees is None:
         return False
     manager = trees.get_manager(torch.cuda.current_device() if device.index is None else device.index, create_if_none_exists=False)
-    return manager is not None and (manager.in_warmup or manager.in_recording)
+    return manager is not None and (manager.in_warmup or torch.cuda.is_current_stream_capturing())
 
 
 def _number(stream: int) -> int | None:
