@@ -1,7 +1,6 @@
 """CUDA graphs: every op of this package is captured forward and backward, and a replay with other values and other rows gives what a call gives. Tile
 lists are shared within one capture and by nothing else."""
 
-import sys
 from unittest.mock import patch
 
 import pytest
@@ -155,8 +154,18 @@ def test_layers_and_directions_that_one_graph_captures_share_lists(built, backen
     assert len(built) <= alone
 
 
+@pytest.fixture
+def trees():
+    """Graphs of the compiler, which are gone afterwards: where there are some, captures share no lists."""
+    from torch._inductor import cudagraph_trees
+
+    yield cudagraph_trees
+    torch.compiler.reset()
+    cudagraph_trees.reset_cudagraph_trees()
+
+
 @pytest.mark.parametrize("backend", ["triton", "gluon"])
-def test_graphs_of_the_compiler_hold_no_list(backend):
+def test_graphs_of_the_compiler_hold_no_list(trees, backend):
     """It fails where memory of its graphs is held that it does not know of."""
     works = [work_of("gdpa", "", lengths) for lengths in (BEFORE, AFTER) * 3]
     function = resolve(works[0], backend)
@@ -168,5 +177,4 @@ def test_graphs_of_the_compiler_hold_no_list(backend):
         found = [result.clone() for result in _results(compiled, work)]
         wanted = [2 * result for result in _results(function, work)]
         assert same(found, wanted)
-    trees = sys.modules["torch._inductor.cudagraph_trees"]
     assert trees.get_manager(torch.cuda.current_device(), create_if_none_exists=False) is not None, "it has recorded graphs"
