@@ -140,6 +140,16 @@ def check_device_and_stream_are_the_current_ones():
     assert first[2] != home[2]  # a module is loaded on each device
 
 
+def check_a_device_without_a_number_is_the_current_one():
+    with switched(True):
+        launcher.launch(kernel, 3, CPU, {"x": X, **CALL})
+        (direct,) = triton_python_is_passed_by(lambda: launcher.launch(kernel, 3, torch.device("cuda"), {"x": X, **CALL}))
+        (wanted,) = launches(lambda: launcher.launch(kernel, 3, CPU, {"x": X, **CALL}))
+    assert direct == wanted
+    with switched(False):
+        launcher.launch(kernel, 3, torch.device("cuda"), {"x": X, **CALL})
+
+
 def check_hooks_of_a_profiler_are_called():
     seen = []
 

@@ -34,7 +34,7 @@ def test_direct_launches_are_those_of_triton(program, check):
 
 
 def test_there_are_checks():
-    assert len(CHECKS) == 8 + 8
+    assert len(CHECKS) == 9 + 8
 
 
 @pytest.fixture

@@ -42,7 +42,7 @@ def launch(kernel: Any, grid: int, device: torch.device, arguments: dict[str, An
     place = direct(kernel, device)
     if place is not None:
         place[0].launch(place, grid, arguments)
-    elif device.type == "cpu" or device.index == torch.cuda.current_device():
+    elif device.type == "cpu" or device.index in (None, torch.cuda.current_device()):
         _by_triton(kernel, grid, arguments)
     else:
         with torch.cuda.device(device):
@@ -72,7 +72,7 @@ def direct(kernel: Any, device: torch.device) -> Place | None:
             return None
         found = _launchers[id(kernel)] = Launcher(kernel)
     index = found.driver.get_current_device()
-    if found.watched() or (device.index != index and device.type != "cpu"):
+    if found.watched() or (device.index not in (None, index) and device.type != "cpu"):
         return None
     return found, index, found.knobs.runtime.debug, found.knobs.compilation.instrumentation_mode
 
