@@ -42,7 +42,7 @@ def launch(kernel: Any, grid: int, device: torch.device, arguments: dict[str, An
     place = direct(kernel, device)
     if place is not None:
         place[0].launch(place, grid, arguments)
-    elif device.type == "cpu" or device.index in (None, torch.cuda.current_device()):
+    elif device.type == "cpu" or device.index is None or device.index == torch.cuda.current_device():
         _by_triton(kernel, grid, arguments)
     else:
         with torch.cuda.device(device):
