@@ -121,7 +121,7 @@ RUNGS = (
     Rung(
         name="fp8",
         summary="linear layers in FP8 where native kernels compute it, without graphs",
-        changes=("compile.graphs=0", "precision.recipe=fp8_block", "precision.options={emulate = false}"),
+        changes=("compile.graphs=0", "precision.recipe=fp8_block", "precision.options.emulate=false"),
         cannot=_nothing_low,
     ),
 )

@@ -19,6 +19,8 @@ RUNS = 256
 """The gradient of shared seeds is added up in at most this many runs of rows, whatever the device, so that its rounding is the same everywhere."""
 FUSED_RUNS = 1024
 """As ``RUNS``, for the kernel that makes all gradients and so has no other programs to fill the device with."""
+DELTA_NUMBERS = 4096
+"""Numbers of each operand that a program of ``delta_kernel`` reads at once."""
 PROGRAMS = 512
 """Programs that fill a large GPU: a smaller batch is split along its keys until there are as many."""
 MOST_SEEDS = 64
@@ -144,7 +146,7 @@ def _gradients(dout: Tensor, out: Tensor, lse: Tensor, inputs: Inputs, dk: Tenso
     if call.nothing_to_do():
         return call.q.new_zeros(call.q.shape), dk.zero_(), dv.zero_()
     dout = dout.contiguous()
-    delta = (dout.float() * out.float()).sum(-1)
+    delta = _delta(dout, out.contiguous())
     shared: dict[str, Any] = {"dout": dout, "lse": lse, "delta": delta}
     block_m, block_n, _, stages = call.blocks()
     if fused(call):
@@ -154,6 +156,16 @@ def _gradients(dout: Tensor, out: Tensor, lse: Tensor, inputs: Inputs, dk: Tenso
     # Few seeds make a short loop, which a pipeline only takes registers from.
     call.run(_kernels().key_grad_kernel, tiles, pipelined=False, kv_heads=kv_heads, **_written(dk, dv), **shared)
     return _query_grad(call, block_m, shared), dk, dv
+
+
+def _delta(dout: Tensor, out: Tensor) -> Tensor:
+    """``rowsum(dout * out)``, float32 ``[rows, seeds, heads]``."""
+    delta = out.new_empty(out.shape[:-1], dtype=torch.float32)
+    rows, width = delta.numel(), out.shape[-1]
+    block = host.block_width(width)
+    height = max(1, DELTA_NUMBERS // block)
+    host.launch(_kernels().delta_kernel, out, -(-rows // height), dout=dout, out=out, delta=delta, rows=rows, V_DIM=width, BLOCK_V=block, ROWS=height)
+    return delta
 
 
 def _written(dk: Tensor, dv: Tensor) -> dict[str, Any]:

@@ -76,6 +76,18 @@ def forward_kernel(
         tl.store(lse + place + s_index * heads, sums, mask=s_index < seeds)
 
 
+@triton.jit(do_not_specialize=["rows", "tiles"])
+def delta_kernel(dout, out, delta, rows, tiles, V_DIM: tl.constexpr, BLOCK_V: tl.constexpr, ROWS: tl.constexpr):
+    """``rowsum(dout * out)`` of contiguous rows of ``V_DIM`` numbers, in float32: both are read once, and nothing else is written."""
+    column = tl.arange(0, BLOCK_V)
+    for tile in range(tl.program_id(0).to(tl.int64), tiles, tl.num_programs(0)):
+        row = tile * ROWS + tl.arange(0, ROWS)
+        at, inside = row[:, None] * V_DIM + column[None, :], (row < rows)[:, None] & (column < V_DIM)[None, :]
+        a = tl.load(dout + at, mask=inside, other=0.0).to(tl.float32)
+        b = tl.load(out + at, mask=inside, other=0.0).to(tl.float32)
+        tl.store(delta + row, tl.sum(a * b, 1), mask=row < rows)
+
+
 @triton.jit(do_not_specialize=_VARYING)
 def grad_kernel(
     q, k, v, dout, lse, delta, dq, dk, dv, dk_desc, dv_desc, offsets, rows, seeds, heads, total, max_k, tiles, splits, rows_per_run, scale,
