@@ -115,10 +115,11 @@ TORCHRUN = """
 import sys
 sys.path.insert(0, sys.argv[1])
 import gem_train_ranks
-from gem_core.cli.main import run
+from gem_core.cli.main import main
 
 gem_train_ranks.install_fakes()
-sys.exit(run(sys.argv[2:]))
+sys.argv = ["gem", *sys.argv[2:]]
+main()  # which leaves as a rank should, past threads of process groups
 """
 
 
