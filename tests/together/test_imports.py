@@ -39,7 +39,7 @@ def is_kernel_code(module: str) -> bool:
     """Modules that are Triton code through and through: imported on use, they name what is missing."""
     if module.startswith("gem_precision.kernels."):
         return True
-    shared = ("activations", "language", "offsets", "tiles", "hopper")
+    shared = ("activations", "language", "offsets", "tile_lists", "tiles", "hopper")
     names = module.removeprefix("gem_kernels.").split(".")
     own = names[-1] in ("triton", "spans", "rows") or names[-1].startswith("hopper")
     return (names[0] == "common" and names[1] in shared) or (names[0] == "ops" and own)
