@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
 from gem_core.bench.step import take, works_of
 from gem_core.builtin.toy import SCHEMA, ToySource
@@ -249,6 +249,8 @@ def test_more_capacities_leave_less_room() -> None:
         (["compile.blocks=reduce-overhead"], "records graphs of its own"),
         (['parallel.strategies=["ddp"]'], "with strategies \\['ddp'\\]"),
         (["precision.recipe=changing"], "rounds weights between steps"),
+        (["model with batch norm"], "0 of the model take statistics over the rows"),
+        (["GEM_CHECK=full"], "GEM_CHECK=full waits for the GPU"),
     ],
 )
 def test_what_cannot_be_recorded_is_refused(monkeypatch: pytest.MonkeyPatch, overrides: list[str], so: str) -> None:
@@ -267,8 +269,19 @@ def test_what_cannot_be_recorded_is_refused(monkeypatch: pytest.MonkeyPatch, ove
     )
     device = torch.device("cpu" if "cpu" in overrides[0] else "cuda")
     precision: Any = Holding() if "changing" in overrides[0] else object()
+    model = nn.Sequential(nn.BatchNorm1d(4) if "batch norm" in overrides[0] else nn.LayerNorm(4))
+    monkeypatch.setenv("GEM_CHECK", "full" if "GEM_CHECK" in overrides[0] else "")
     with pytest.raises(RequestError, match=so):
-        check_recordable(World(device=device), precision, config)
+        check_recordable(World(device=device), precision, config, model)
+
+
+def test_a_plain_run_on_one_gpu_can_be_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    from gem_core.builtin.precision import Fp32
+    from gem_core.config.schema import RunConfig
+    from gem_core.train.world import World
+
+    monkeypatch.delenv("GEM_CHECK", raising=False)
+    graphs.check_recordable(World(device=torch.device("cuda")), Fp32(), RunConfig.model_validate({"compile": {"graphs": 2}}), nn.LayerNorm(4))
 
 
 def test_a_run_on_a_cpu_refuses_graphs_while_composing(tmp_path: Path) -> None:

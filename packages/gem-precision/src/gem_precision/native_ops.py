@@ -7,7 +7,6 @@ from torch import Tensor
 
 from gem_core.spec import RequestError
 from gem_precision.backends import Device, LinearShape
-from gem_precision.native import no_gain as linear_no_gain
 from gem_precision.native import why_not as linear_why_not
 
 if TYPE_CHECKING:
@@ -20,15 +19,6 @@ WIDEST = 4096
 def why_not(device: Device, shape: LinearShape) -> list[str]:
     """Why a norm and the matmul behind it cannot run as ``fp8_block_native`` or ``fp8_square_native``; none if they can."""
     return [*linear_why_not(device, shape), *([f"{shape.inputs} inputs are more than {WIDEST}"] if shape.inputs > WIDEST else [])]
-
-
-def no_gain(device: Device, shape: LinearShape) -> list[str]:
-    """Why they would be no faster than in bfloat16; none if they would: as of a linear layer alone, since a norm saves a cast and costs more itself.
-
-    Of the layers that an H200 has timed (``benchmarks/results/h200-norm-linear.json``) it leaves 1024 x 1024, 1.00 and 1.02 times as fast, and takes
-    the wider ones, 1.06 to 1.23 times as fast.
-    """
-    return linear_no_gain(device, shape)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

@@ -69,7 +69,7 @@ def _no_balance(run: Run) -> list[str]:
 
 def _not_recordable(run: Run) -> list[str]:
     try:
-        check_recordable(run.world, run.precision, run.config)
+        check_recordable(run.world, run.precision, run.config, run.model)
     except RequestError as error:
         return [error.so]
     return []

@@ -251,7 +251,7 @@ def _kernels_bound(run: Run) -> None:
 
 def _compile(run: Run) -> None:
     if run.config.compile.graphs:
-        check_recordable(run.world, run.precision, run.config)
+        check_recordable(run.world, run.precision, run.config, run.model)
     if run.config.compile.blocks != "off":
         run.compiled = run.enter(compiled_blocks(run.model, run.config.compile, run.schema))
     if rounds_together(run.world, run.precision, run.config.parallel.strategies):

@@ -9,6 +9,7 @@ Two graphs for each capacity, forward and backward, share one pool of memory wit
 """
 
 import math
+import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -34,8 +35,10 @@ LossOf = Callable[[Batch, Mapping[str, Tensor], Any], tuple[Tensor, Tensor]]
 """``(batch, embedded, scales [tasks]) -> loss, sums [tasks, 4]``."""
 
 
-def check_recordable(world: World, precision: Precision, config: RunConfig) -> None:
-    """Raise RequestError unless a run like this can be recorded."""
+def check_recordable(world: World, precision: Precision, config: RunConfig, model: nn.Module) -> None:
+    """Raise RequestError unless a run like this can be recorded. That rows of a batch do not read each other is for the model to keep: statistics of
+    a batch are refused, as the dummy rows would be in them.
+    """
     asked = f"compile.graphs = {config.compile.graphs}"
     others = sorted(set(config.parallel.strategies) - {"single"})
     if world.device.type != "cuda":
@@ -48,6 +51,11 @@ def check_recordable(world: World, precision: Precision, config: RunConfig) -> N
         raise RequestError(asked, so, "A graph repeats what it has recorded: leave it at 0, or take bf16_islands.")
     if config.compile.blocks == "reduce-overhead":
         raise RequestError(asked, "compile.blocks = reduce-overhead records graphs of its own", "Choose one of the two.")
+    if mixing := [name for name, module in model.named_modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]:
+        so = f"{', '.join(mixing[:3])} of the model take statistics over the rows of a batch, which is padded"
+        raise RequestError(asked, so, "Leave it at 0, or norm each row by itself.")
+    if os.environ.get("GEM_CHECK") == "full":
+        raise RequestError(asked, "GEM_CHECK=full waits for the GPU in every call, which cannot be recorded", "Unset it, or leave graphs at 0.")
 
 
 def capacities(seen: Sequence[Mapping[str, int]], count: int, spread: float = SPREAD) -> list[dict[str, int]]:
