@@ -8,6 +8,7 @@ import torch
 
 from gem_core.batch import KeyedJagged
 from gem_core.spec import TableSpec
+from gem_parallel.sparse.lookups import PIECE, cut_bags
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 OPTIMIZERS = ("rowwise_adagrad", "sgd", "adam")
@@ -93,3 +94,37 @@ def test_case_B02_no_rows_and_no_ids(engine: Build, keyed: Keyed, name: str) -> 
 def test_outputs_are_float32_on_the_gpu(engine: Build, keyed: Keyed) -> None:
     out = engine("torchrec", TABLES, device="cuda")(batches(keyed, 1)[0].to("cuda"))
     assert {(v.device.type, v.dtype) for v in out.values()} == {("cuda", torch.float32)}
+
+
+def histories(keyed: Keyed) -> KeyedJagged:
+    """Rows of single ids, a long history beside short ones, ids that repeat, and a row without any."""
+    lengths = (0, 1, 33, 3_000, 70)
+    columns = {key: [[(7 * i + row) % 10 for i in range(n)] for row, n in enumerate(lengths)] for key in "acdef"}
+    return keyed(columns | {"b": [[row] for row in range(len(lengths))]}).to("cuda")
+
+
+def test_case_B01_long_histories_are_cut_and_keep_every_bit(engine: Build, keyed: Keyed) -> None:
+    """Vectors are the same bits. Gradients of an id with thousands of look-ups are summed by several blocks of threads, in any order."""
+    cut, whole = engine("torchrec", TABLES, device="cuda"), engine("torchrec", TABLES, device="cuda")
+    assert [group._piece for group in cut._groups] == [None if group._pooled else PIECE for group in cut._groups]
+    for group in whole._groups:
+        group._piece = None
+    batch = histories(keyed)
+    ours, theirs = cut(batch), whole(batch)
+    assert all(torch.equal(ours[key], vectors) for key, vectors in theirs.items())
+    for vectors in (ours, theirs):
+        sum((v * torch.linspace(0.001, 0.002, v.numel(), device="cuda").view_as(v)).sum() for v in vectors.values()).backward()
+    expected = whole.export_tables()
+    for table, tensors in cut.export_tables().items():
+        for name, tensor in tensors.items():
+            torch.testing.assert_close(tensor, expected[table][name], rtol=1e-5, atol=1e-6)
+
+
+def test_cutting_waits_for_nothing(keyed: Keyed) -> None:
+    batch = histories(keyed)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        offsets = cut_bags(batch, PIECE)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert offsets.numel() == 6 * 97 + 1  # 3,104 ids in the longest column

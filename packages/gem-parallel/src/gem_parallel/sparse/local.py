@@ -7,6 +7,7 @@ from torch import Tensor
 
 from gem_core.batch import KeyedJagged
 from gem_core.spec import SparseOptimizer, TableSpec
+from gem_parallel.sparse.lookups import PIECE, cut_bags
 from gem_parallel.sparse.native import load_fbgemm, quiet_logging
 from gem_parallel.sparse.shards import slices_of, tbe_options
 
@@ -24,6 +25,8 @@ class LocalGroup:
         self.keys = tuple(feature for table in tables for feature in table.features)
         self._widths = [table.dim for table in tables for _ in table.features]
         self._pooled = tables[0].pooling != "none"
+        # on the CPU no warps wait for the longest row, and finer bags only cost
+        self._piece = PIECE if device.type == "cuda" and not self._pooled else None
         on_device = EmbeddingLocation.DEVICE if device.type == "cuda" else EmbeddingLocation.HOST
         location = {"device": on_device, "uvm": EmbeddingLocation.MANAGED, "uvm_cached": EmbeddingLocation.MANAGED_CACHING}
         compute = module.ComputeDevice.CUDA if device.type == "cuda" else module.ComputeDevice.CPU
@@ -44,7 +47,8 @@ class LocalGroup:
         return features if features.keys == self.keys else features.select(self.keys)
 
     def look_up(self, columns: KeyedJagged) -> dict[str, Tensor]:
-        vectors: Tensor = self.tbe(indices=columns.values, offsets=columns.offsets)
+        offsets = columns.offsets if self._piece is None else cut_bags(columns, self._piece)
+        vectors: Tensor = self.tbe(indices=columns.values, offsets=offsets)
         sizes = self._widths if self._pooled else [end - start for start, end in zip(columns.starts, columns.starts[1:])]
         return dict(zip(self.keys, torch.split(vectors, sizes, dim=1 if self._pooled else 0)))
 

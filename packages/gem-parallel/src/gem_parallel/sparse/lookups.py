@@ -11,6 +11,8 @@ from torch.nn.functional import embedding_bag
 from gem_core.batch import KeyedJagged
 from gem_core.ops.rows import sum_rows
 
+PIECE = 32
+"""Ids of a bag that fbgemm looks up without pooling on a GPU, at most: as many as a warp reads at once."""
 Sink = list[tuple[Tensor, Tensor]]
 """What backward leaves: addresses ``[n]`` and the gradients ``[n, dim]`` of their rows, once a forward pass."""
 
@@ -21,6 +23,22 @@ class Prefetched:
 
     features: KeyedJagged
     parts: Sequence[Any]
+
+
+def cut_bags(columns: KeyedJagged, piece: int) -> Tensor:
+    """Offsets ``[columns * bags + 1]`` of bags of at most ``piece`` ids, for look-ups that give one vector an id, whatever the bags are.
+
+    fbgemm gives a warp of the GPU to a bag, and one warp is slow with thousands of ids: so each column is cut evenly, across its rows, into as many
+    bags as the column with the most ids needs, and no fewer than there are rows, so that single ids stay apart. The offsets are left as they are
+    where no row is longer than a piece. Synchronises nothing.
+    """
+    if max(columns.max_lengths, default=0) <= piece:
+        return columns.offsets
+    most = max(end - start for start, end in zip(columns.starts, columns.starts[1:], strict=False))
+    bags = max(columns.rows, -(-most // piece))
+    ends = columns.offsets[:: columns.rows]  # of the columns, after the first start
+    steps = torch.arange(bags, device=ends.device)
+    return torch.cat([(ends[:-1, None] + ends.diff()[:, None] * steps // bags).flatten(), ends[-1:]])
 
 
 class _Kept(torch.autograd.Function):
