@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +12,17 @@ import torch
 from torch import Tensor, nn
 
 from gem_core.ops.slot import KernelSlot, bind_kernels
-from gem_core.spec import LOW_WEIGHTS, TOKEN_LINEAR, ChangingPrecision, PairedSums, PrecisionNews, RequestError
+from gem_core.spec import LOW_WEIGHTS, TOKEN_LINEAR, ChangingPrecision, PairedSums, PrecisionNews, Recordable, RequestError
 from gem_precision import telemetry
+from gem_precision.backends import LinearBackend
 from gem_precision.formats import fake_quantize, find_format
 from gem_precision.guard.records import FILE, read_lines
 from gem_precision.guard.window import LEAST
 from gem_precision.linear import rule_of
 from gem_precision.options import GuardOptions, RampOptions
+from gem_precision.presets import PRESETS
 from gem_precision.probe.record import FILE as PROBE
-from gem_precision.recipes.low_precision import LowPrecision
+from gem_precision.recipes.low_precision import Lowering, LowPrecision
 from gem_precision.switches import Switch
 
 FORM = find_format("mxfp8_e4m3")
@@ -84,6 +87,31 @@ def states(recipe: LowPrecision) -> dict[str, bool]:
 
 def test_the_recipes_have_the_optional_methods() -> None:
     assert isinstance(LowPrecision("mxfp8"), ChangingPrecision)
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"guard": GuardOptions(every=1)}, "its guard computes some steps twice"),
+        ({"ramp": RampOptions(start=3)}, "its ramp turns sites low by the step"),
+        ({"telemetry": True}, "its telemetry looks at the operands of each call"),
+        ({}, "layers.0.slot is emulated, and emulations are not recorded"),
+        ({"emulate": False}, None),
+    ],
+)
+def test_what_a_recording_would_leave_out_is_told(options: dict[str, Any], why: str | None) -> None:
+    _, recipe = made(**options)
+    assert isinstance(recipe, Recordable)
+    assert recipe.not_recordable() == why
+
+
+def test_a_recipe_by_native_kernels_can_be_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    native = LinearBackend(name="native", recipe="mxfp8", load="gem_precision.linear:emulated_linear")
+    for backend, why in ((native, None), (replace(native, emulated=True), "layers.0.one is emulated, and emulations are not recorded")):
+        lowering = Lowering("mxfp8", PRESETS["mxfp8"].rule(), "mxfp8", backend)
+        monkeypatch.setattr(LowPrecision, "choose", lambda recipe, site, how=lowering: how if site.name == "layers.0.one" else "not this one")
+        _, recipe = made()
+        assert recipe.not_recordable() == why
 
 
 def test_without_guard_and_ramp_nothing_is_wrapped_or_paired() -> None:

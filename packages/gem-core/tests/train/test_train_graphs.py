@@ -248,7 +248,8 @@ def test_more_capacities_leave_less_room() -> None:
         (["run.device=cpu"], "the run computes on cpu"),
         (["compile.blocks=reduce-overhead"], "records graphs of its own"),
         (['parallel.strategies=["ddp"]'], "with strategies \\['ddp'\\]"),
-        (["precision.recipe=changing"], "rounds weights between steps"),
+        (["precision.recipe=changing"], "recipe 'fp32': it changes with the step, or rounds weights between steps"),
+        (["precision.recipe=told"], "recipe 'fp32': its ramp"),
         (["model with batch norm"], "0 of the model take statistics over the rows"),
         (["GEM_CHECK=full"], "GEM_CHECK=full waits for the GPU"),
     ],
@@ -261,6 +262,10 @@ def test_what_cannot_be_recorded_is_refused(monkeypatch: pytest.MonkeyPatch, ove
     class Holding:
         def weights_changed(self) -> None: ...
 
+    class Telling(Holding):
+        def not_recordable(self) -> str | None:
+            return "its ramp"
+
     config: Any = RunConfig.model_validate(
         {
             "compile": {"graphs": 2, "blocks": "reduce-overhead" if "reduce-overhead" in overrides[0] else "off"},
@@ -268,7 +273,7 @@ def test_what_cannot_be_recorded_is_refused(monkeypatch: pytest.MonkeyPatch, ove
         }
     )
     device = torch.device("cpu" if "cpu" in overrides[0] else "cuda")
-    precision: Any = Holding() if "changing" in overrides[0] else object()
+    precision: Any = Holding() if "changing" in overrides[0] else Telling() if "told" in overrides[0] else object()
     model = nn.Sequential(nn.BatchNorm1d(4) if "batch norm" in overrides[0] else nn.LayerNorm(4))
     monkeypatch.setenv("GEM_CHECK", "full" if "GEM_CHECK" in overrides[0] else "")
     with pytest.raises(RequestError, match=so):

@@ -152,12 +152,16 @@ def test_gradients_in_another_order_of_memory() -> None:
         ({"dtype": "fp32"}, False),
         ({"strategies": ["memory"]}, False),
         ({"held": True}, False),
+        ({"held": True, "told": "its ramp"}, False),
+        ({"held": True, "told": None}, True),
     ],
 )
 def test_who_gains(change: dict[str, Any], want: bool) -> None:
     facts: dict[str, Any] = {"size": 1, "device": "cuda", "dtype": "bf16", "strategies": ["single"], "held": False} | change
     world: Any = SimpleNamespace(size=facts["size"], device=torch.device(facts["device"]))
-    precision: Any = SimpleNamespace(compute_dtype=lambda: facts["dtype"], **({"weights_changed": list} if facts["held"] else {}))
+    methods: dict[str, Any] = {"weights_changed": list} if facts["held"] else {}
+    methods |= {"not_recordable": lambda: facts["told"]} if "told" in facts else {}
+    precision: Any = SimpleNamespace(compute_dtype=lambda: facts["dtype"], **methods)
     assert rounds_together(world, precision, facts["strategies"]) is want
 
 

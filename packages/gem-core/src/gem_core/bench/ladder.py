@@ -120,8 +120,8 @@ RUNGS = (
     ),
     Rung(
         name="fp8",
-        summary="linear layers in FP8 where native kernels compute it, without graphs",
-        changes=("compile.graphs=0", "precision.recipe=fp8_block", "precision.options.emulate=false"),
+        summary="linear layers in FP8 where native kernels compute it",
+        changes=("precision.recipe=fp8_block", "precision.options.emulate=false"),
         cannot=_nothing_low,
     ),
 )

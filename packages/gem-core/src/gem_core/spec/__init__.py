@@ -56,6 +56,7 @@ from gem_core.spec.precision import (
     PrecisionDecision,
     PrecisionNews,
     PrecisionRecipe,
+    Recordable,
 )
 
 __all__ = [
@@ -104,6 +105,7 @@ __all__ = [
     "PrecisionNews",
     "PrecisionRecipe",
     "PrefetchesIds",
+    "Recordable",
     "ReportsMemory",
     "RequestError",
     "ResumableSource",

@@ -63,6 +63,17 @@ class HoldsWeights(Protocol):
         ...
 
 
+@runtime_checkable
+class Recordable(Protocol):
+    """A ``Precision`` that tells whether passes may be recorded once and repeated, as CUDA graphs are. Another one that ``HoldsWeights`` or is a
+    ``ChangingPrecision`` is taken for one that may not."""
+
+    def not_recordable(self) -> str | None:
+        """Why a repetition would not be what a call is; None if it would be: formats stay, and what is made of the weights is made in each pass that
+        is recorded. Asked after ``prepare``."""
+        ...
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PairedSums:
     """One task's sums over the rows of one step on all ranks, scored twice with the same weights and dropout: ``(high, low)``.

@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 
 from gem_core.batch import Batch
 from gem_core.config.schema import RunConfig
-from gem_core.spec import ChangingPrecision, HoldsWeights, Precision, RequestError, Task
+from gem_core.spec import ChangingPrecision, HoldsWeights, Precision, Recordable, RequestError, Task
 from gem_core.train.static_inputs import Extents, StaticInputs
 from gem_core.train.world import World
 
@@ -46,9 +46,10 @@ def check_recordable(world: World, precision: Precision, config: RunConfig, mode
     if world.size > 1 or others:
         so = f"there are {world.size} processes, with strategies {others}"
         raise RequestError(asked, so, "What strategies exchange is not recorded: leave it at 0.")
-    if isinstance(precision, ChangingPrecision | HoldsWeights):
-        so = f"recipe {config.precision.recipe!r} changes with the step, or rounds weights between steps"
-        raise RequestError(asked, so, "A graph repeats what it has recorded: leave it at 0, or take bf16_islands.")
+    if why := not_recordable(precision):
+        raise RequestError(
+            asked, f"recipe {config.precision.recipe!r}: {why}", "A graph repeats what it has recorded: leave it at 0, or take bf16_islands."
+        )
     if config.compile.blocks == "reduce-overhead":
         raise RequestError(asked, "compile.blocks = reduce-overhead records graphs of its own", "Choose one of the two.")
     if mixing := [name for name, module in model.named_modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]:
@@ -56,6 +57,13 @@ def check_recordable(world: World, precision: Precision, config: RunConfig, mode
         raise RequestError(asked, so, "Leave it at 0, or norm each row by itself.")
     if os.environ.get("GEM_CHECK") == "full":
         raise RequestError(asked, "GEM_CHECK=full waits for the GPU in every call, which cannot be recorded", "Unset it, or leave graphs at 0.")
+
+
+def not_recordable(precision: Precision) -> str | None:
+    """Why a recipe may not compute the next step as it computed this one; None if it will."""
+    if isinstance(precision, Recordable):
+        return precision.not_recordable()
+    return "it changes with the step, or rounds weights between steps" if isinstance(precision, ChangingPrecision | HoldsWeights) else None
 
 
 def capacities(seen: Sequence[Mapping[str, int]], count: int, spread: float = SPREAD) -> list[dict[str, int]]:

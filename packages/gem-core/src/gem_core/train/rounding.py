@@ -15,7 +15,8 @@ from torch.autograd.function import once_differentiable
 
 from gem_core.model.crossing import KeyValues
 from gem_core.model.layers import AddNorm, NormLinear
-from gem_core.spec import ChangingPrecision, HoldsWeights, Precision, PrecisionDecision
+from gem_core.spec import Precision, PrecisionDecision
+from gem_core.train.graphs import not_recordable
 from gem_core.train.world import World
 
 ROUNDING = (NormLinear, AddNorm, KeyValues)
@@ -45,9 +46,9 @@ class RoundTogether(torch.autograd.Function):
 
 
 def rounds_together(world: World, precision: Precision, strategies: Collection[str]) -> bool:
-    """Whether a run gains by ``rounded_together``, and may use it: one process on a GPU, whose weights nobody holds or rounds in another way."""
+    """Whether a run gains by ``rounded_together``, and may use it: one process on a GPU, where formats stay and strategies leave weights alone."""
     alone = world.size == 1 and world.device.type == "cuda" and set(strategies) <= {"single"}
-    return alone and precision.compute_dtype() == "bf16" and not isinstance(precision, ChangingPrecision | HoldsWeights)
+    return alone and precision.compute_dtype() == "bf16" and not_recordable(precision) is None
 
 
 def to_round(model: nn.Module, decisions: Sequence[PrecisionDecision]) -> list[Place]:

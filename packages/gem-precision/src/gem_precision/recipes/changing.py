@@ -28,7 +28,7 @@ class Lowered:
 
 
 class Changing:
-    """``gem_core.spec.ChangingPrecision`` over the sites that a recipe has lowered. Without a guard and a ramp nothing changes.
+    """``gem_core.spec.ChangingPrecision`` and ``Recordable`` over the sites that a recipe has lowered. Without a guard and a ramp nothing changes.
 
     Args:
         guard: how the run is watched; None for not at all.
@@ -139,6 +139,14 @@ class Changing:
         if self._begins.get(name, 1) > 1:
             return replace(decision, reason=f"{decision.reason}; {self._lowered[name].high} before step {self._begins[name]}")
         return decision
+
+    def not_recordable(self) -> str | None:
+        """As ``gem_core.spec.Recordable`` has it: what goes on while a run trains is not in a recording."""
+        if self._guard is not None:
+            return "its guard computes some steps twice"
+        if self._ramp is not None:
+            return "its ramp turns sites low by the step"
+        return None if self._telemetry is None else "its telemetry looks at the operands of each call"
 
     def state_dict(self) -> dict[str, Any]:
         """The step, the sites that fell back, the ramp as it was laid out, and what the guard knows."""

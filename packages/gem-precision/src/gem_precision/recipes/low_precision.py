@@ -72,6 +72,7 @@ class LowSites(Changing):
         self._name, self._patterns, self._small, self._attention, self._keep_last = name, tuple(high), small, attention, keep_last
         self._rest = Bf16Islands(islands=islands, small=0, cpu=cpu, tf32=tf32)
         self._held: list[HeldWeight] = []
+        self._emulates: str | None = None
 
     def choose(self, site: Site) -> Lowering | str:
         """What becomes of a site that nothing keeps high, or why it stays."""
@@ -102,6 +103,8 @@ class LowSites(Changing):
                 decided[site.name] = _lowered(site, chosen, device_type)
                 lowered.append(Lowered(site, chosen.preset, high))
                 self._attend(site, chosen.rule)
+                if chosen.backend is None or chosen.backend.emulated:
+                    self._emulates = self._emulates or site.name
             else:
                 decided[site.name] = PrecisionDecision(module=site.name, format=high, reason=chosen)
         self.follow(lowered, list(decided.values()))
@@ -122,6 +125,10 @@ class LowSites(Changing):
         """Nothing that was made of the weights holds any longer."""
         for held in self._held:
             held.changed()
+
+    def not_recordable(self) -> str | None:
+        """As in ``Changing``; native kernels cast a weight anew in each recorded pass (``HeldWeight.get``)."""
+        return super().not_recordable() or (self._emulates and f"{self._emulates} is emulated, and emulations are not recorded")
 
     def _reason_to_stay(self, site: Site, last: Sequence[str]) -> str | None:
         if site.attention and not self._attention:
