@@ -82,9 +82,10 @@ def skips_spoilt(optimizer: torch.optim.Optimizer) -> bool:
 
 
 class LateNorm:
-    """The global norm of dense gradients that lie whole on one GPU, clipped in place as ``clip_gradients`` does, without a word to the host.
+    """The global norm of dense gradients that lie whole on one GPU, without a word to the host.
 
-    Where one is not finite, ``optimizer`` changes nothing in its next step: ``found_inf`` is how torch's fused ones are told.
+    ``optimizer`` clips them in its next step, as ``clip_gradients`` does, while it reads them: ``grad_scale`` is what torch's fused ones divide
+    gradients by. Where one is not finite it changes nothing: ``found_inf`` is how they are told.
     """
 
     def __init__(self, module: nn.Module, max_norm: float, optimizer: torch.optim.Optimizer) -> None:
@@ -94,8 +95,8 @@ class LateNorm:
         norms = torch.stack(torch._foreach_norm(gradients)) if gradients else torch.zeros(0)
         norm = torch.linalg.vector_norm(norms)
         finite = torch.isfinite(norm)
-        if max_norm > 0:
-            torch._foreach_mul_(gradients, torch.where(finite, torch.clamp(max_norm / (norm + 1e-6), max=1.0), 1.0))
+        scale = torch.where(finite, torch.clamp((norm + 1e-6) / max_norm, min=1.0), 1.0) if max_norm > 0 else None
+        optimizer.grad_scale = scale  # type: ignore[attr-defined]
         optimizer.found_inf = finite.logical_not().float()  # type: ignore[attr-defined]
         self._told = Told(torch.cat([norms, norm[None]]))
 
