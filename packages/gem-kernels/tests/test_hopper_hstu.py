@@ -41,9 +41,11 @@ CASES = {
     "forward": (forward_kernel, dict(q=ragged(64), k=ragged(128), v=ragged(128), o=ragged(64)),
                 ATTENTION | dict(BLOCK_M=128, BLOCK_N=128, STAGES=2), "CAUSAL", 4),
     "query_grad": (query_grad_kernel, {n: ragged(64) for n in ("q", "do", "k", "v", "dq")},
-                   ATTENTION | dict(BLOCK_M=128, BLOCK_N=64, STAGES=3), "CAUSAL", 4),
+                   ATTENTION | dict(BLOCK_M=128, BLOCK_N=64, STAGES=3, long=None), "CAUSAL", 4),
+    "query_grad_short": (query_grad_kernel, {n: ragged(64) for n in ("q", "do", "k", "v", "dq")},
+                         ATTENTION | dict(BLOCK_M=128, BLOCK_N=64, STAGES=3), "CAUSAL", 4),
     "key_grad": (key_grad_kernel, {n: ragged(64) for n in ("q", "do", "k", "v", "dk", "dv")},
-                 ATTENTION | dict(BLOCK_M=64, BLOCK_N=128, STAGES=3, slopes=None), "CAUSAL", 4),
+                 ATTENTION | dict(BLOCK_M=64, BLOCK_N=128, STAGES=3, slopes=None, long=None), "CAUSAL", 4),
     "key_grad_kept": (key_grad_kernel, {n: ragged(64) for n in ("q", "do", "k", "v", "dk", "dv")},
                       ATTENTION | dict(BLOCK_M=64, BLOCK_N=128, STAGES=3), "CAUSAL", 4),
     "query_product": (query_product_kernel, dict(slopes=[1, 1, 64, 64], k=ragged(64)), dict(D=128, BLOCK_M=128, STAGES=6), None, 4),
@@ -80,8 +82,11 @@ def compiled(code, *arguments):
     return subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=240, env=environment)
 
 
+HSTU = ["forward", "query_grad", "query_grad_short", "key_grad", "key_grad_kept", "query_product"]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["forward", "query_grad", "key_grad", "key_grad_kept", "query_product", "norm_linear", "norm_linear_grad"])
+@pytest.mark.parametrize("name", [*HSTU, "norm_linear", "norm_linear_grad"])
 def test_case_I03_the_kernels_compile_for_hopper_and_nothing_waits_between_products(name):
     """The assembler says where it makes products wait for each other, as it does when a kernel writes registers of one too late, or stores those of
     an operand."""
@@ -193,13 +198,14 @@ def test_blocks_line_up_with_tiles_and_fit_into_shared_memory(recorded, dim, v_d
 
 
 @ON_CPU
-def test_kept_slopes_take_the_place_of_the_pass_over_queries(recorded):
+def test_kept_slopes_take_the_place_of_the_pass_over_queries_for_long_rows(recorded):
     call, out = inputs(lengths=(300, 0, 65), heads=2, dim=64)
     dq, dk, dv = memory(call)
-    with patch.object(hopper, "LONG", 121):
+    with patch.object(hopper, "LONG", 300):
         hopper.grad(call, out, dq, dk, dv)
-    ((_, key_grad),), ((_, product),) = recorded.key_grad, recorded.query_product
-    assert not recorded.query_grad
+    ((_, query_grad),), ((_, key_grad),), ((_, product),) = recorded.query_grad, recorded.key_grad, recorded.query_product
+    assert query_grad["long"] == key_grad["long"] == product["long"] == 300
+    assert query_grad["dq_desc"].base is dq
     assert (key_grad["longest"], key_grad["squares"]) == (5, (5 + 3) * 6 // 2)
     assert key_grad["slopes"].shape == (24 * 2 * 64, 1, 64)
     assert product["slopes_desc"].base is key_grad["slopes"]
@@ -211,12 +217,13 @@ def test_kept_slopes_take_the_place_of_the_pass_over_queries(recorded):
 @pytest.mark.parametrize("why", ["short", "window", "full", "too many"])
 def test_slopes_are_kept_of_long_plain_causal_rows_up_to_a_size(why, recorded):
     call, out = inputs(**{"window": {"window": 7}, "full": {"causal": False}}.get(why, {}))
-    sizes = {"LONG": 121 + (why == "short"), "MAX_KEPT": 24 * 2 * 8192 - (why == "too many")}
+    sizes = {"LONG": 300 + (why == "short"), "MAX_KEPT": 24 * 2 * 8192 - (why == "too many")}
     with patch.multiple(hopper, **sizes):
         hopper.grad(call, out, *memory(call))
     assert not recorded.query_product
     assert len(recorded.query_grad) == len(recorded.key_grad) == 1
     assert recorded.key_grad[0][1]["slopes"] is None
+    assert recorded.query_grad[0][1]["long"] is None
 
 
 @ON_CPU

@@ -35,13 +35,13 @@ def work_of(lengths, dim, v_dim=None, **options):
     return Workload("hstu_attention", {**qkv, "offsets": offsets_of(lengths), "max_length": max(lengths), "norm_length": 8, **options}, 0, 0.0)
 
 
-@pytest.fixture(params=[False, True], ids=["again", "kept"])
-def both(request, monkeypatch):
-    """Rows of any length make the scores again for the gradient of the queries, or keep their slopes."""
-    monkeypatch.setattr("gem_kernels.ops.hstu_attention.hopper.LONG", 0 if request.param else 2**30)
+@pytest.fixture(params=[2**30, 0, 128], ids=["again", "kept", "some"])
+def forms(request, monkeypatch):
+    """Rows make the scores again for the gradient of the queries, or keep their slopes, or it depends on their length."""
+    monkeypatch.setattr("gem_kernels.ops.hstu_attention.hopper.LONG", request.param)
 
 
-@pytest.mark.usefixtures("both")
+@pytest.mark.usefixtures("forms")
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("mask", MASKS, ids=str)
 def test_case_B03_I02_lengths_around_tiles(mask, dim):
@@ -54,7 +54,7 @@ def test_values_of_another_width(dim, v_dim):
     assert wrong(by_gluon, work_of((300, 65), dim, v_dim)) is None
 
 
-@pytest.mark.usefixtures("both")
+@pytest.mark.usefixtures("forms")
 def test_views_of_one_fused_buffer():
     fused = leaf(400, 2, 3 * 128)
     q, k, v = fused.split(128, -1)
@@ -67,7 +67,7 @@ def test_views_of_one_fused_buffer():
     assert torch.equal(got, torch.cat(torch.autograd.grad(expected.float().sum(), copies), -1))
 
 
-@pytest.mark.usefixtures("both")
+@pytest.mark.usefixtures("forms")
 def test_tokens_beyond_the_maximum_give_zeros_and_get_zeros():
     work = work_of((300, 40), 128, max_length=130)
     q, k, v = (work.arguments[name] for name in "qkv")
@@ -97,7 +97,7 @@ def test_a_row_of_100_000_tokens():
     assert_close(out[-1, 0], scores @ v.detach()[3:, 0].double(), bound=2e-2)
 
 
-@pytest.mark.usefixtures("both")
+@pytest.mark.usefixtures("forms")
 def test_two_runs_give_the_same_bits():
     work = work_of((700, 0, 65, 1), 128)
     first, second = ([out, *torch.autograd.grad(out.float().square().sum(), work.leaves())] for out in (by_gluon(**work.arguments) for _ in range(2)))

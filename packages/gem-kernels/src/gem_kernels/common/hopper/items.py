@@ -18,8 +18,8 @@ def _place(turn):
 
 @gluon.jit
 def item_of(turn, total):
-    """The item of this program's ``turn``-th turn, or the last one past the end."""
-    return gl.minimum(turn * gl.num_programs(0) + _place(turn), total - 1)
+    """The item of this program's ``turn``-th turn, or the last one past the end; the first where there is none."""
+    return gl.maximum(gl.minimum(turn * gl.num_programs(0) + _place(turn), total - 1), 0)
 
 
 @gluon.jit

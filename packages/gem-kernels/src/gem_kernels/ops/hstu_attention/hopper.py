@@ -19,7 +19,7 @@ TILE, HALF = 128, 64
 STREAMED = {"forward": (128, {64: 4, 128: 2}), "grad": (64, {64: 3, 128: 3})}
 """Tokens of the blocks that stream past a tile, and how many are in flight by the larger head size."""
 LONG, MAX_KEPT = 4096, 2**33
-"""Mean length of rows from which slopes are kept between two passes, as an H200 has shown, and most bytes of them; others make the scores again."""
+"""Tokens of a row from which its slopes are kept between two passes, and most bytes of those of all rows; others make the scores again."""
 IN_FLIGHT = 6
 """Blocks of keys and their slopes that are on the way to the product with the keys."""
 
@@ -41,11 +41,10 @@ def grad(inputs: Any, dout: Tensor, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
     longest, squares = _squares(inputs)
     slopes = q.new_empty(squares * q.shape[1] * HALF, 1, HALF) if _keeps_slopes(inputs, squares * q.shape[1]) else None
     words: dict[str, Any] = {**_words(inputs, q, k, v), "factor": inputs.scale * inputs.norm, "STAGES": stages}
+    kept = {"longest": longest, "squares": squares, "long": None if slopes is None else LONG}
     words |= {"q_desc": _ragged(q, HALF), "do_desc": _ragged(dout, HALF), "k_desc": _ragged(k, HALF), "v_desc": _ragged(v, HALF)}
-    if slopes is None:
-        _over_tiles(query_grad_kernel, inputs, **words, dq_desc=_ragged(dq, HALF), BLOCK_M=TILE, BLOCK_N=block)
+    _over_tiles(query_grad_kernel, inputs, **words, dq_desc=_ragged(dq, HALF), long=kept["long"], BLOCK_M=TILE, BLOCK_N=block)
     written = {"dk_desc": _ragged(dk, HALF), "dv_desc": _ragged(dv, HALF), "norm": inputs.norm}
-    kept = {"longest": longest, "squares": squares}
     _over_tiles(key_grad_kernel, inputs, **words, **written, **kept, slopes=slopes, BLOCK_M=block, BLOCK_N=TILE)
     if slopes is not None:
         _over_tiles(
@@ -61,9 +60,10 @@ def _squares(inputs: Any) -> tuple[int, int]:
 
 
 def _keeps_slopes(inputs: Any, squares: int) -> bool:
-    """Whether the slopes of all scores, ``squares`` over all heads, go from the pass over the keys to that over the queries."""
+    """Whether slopes of scores go from the pass over the keys to that over the queries: there may be long rows, and ``squares`` over all heads fit.
+    Which rows are long, the kernels see."""
     fits = squares * HALF * HALF * inputs.q.element_size() <= MAX_KEPT
-    return inputs.causal and inputs.window is None and inputs.q.shape[0] >= LONG * inputs.rows and fits
+    return inputs.causal and inputs.window is None and inputs.max_length >= LONG and fits
 
 
 def _streamed(direction: str, q: Tensor, v: Tensor) -> tuple[int, int]:

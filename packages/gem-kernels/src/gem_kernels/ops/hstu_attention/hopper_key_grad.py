@@ -86,7 +86,7 @@ def _add(
 
 @gluon.jit
 def _consume(
-    dk_desc, dv_desc, slopes, records, total, heads, scale, factor, norm, window, longest, squares, qs, dos, ks, vs,
+    dk_desc, dv_desc, slopes, records, total, heads, scale, factor, norm, window, longest, squares, long, qs, dos, ks, vs,
     q_full, do_full, q_free, k_full, k_free,
     W: gl.constexpr, D: gl.constexpr, V: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     ACTIVATION: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
@@ -146,7 +146,7 @@ def _consume(
                 D, V, ACTIVATION, CAUSAL, WINDOW, True,
             )  # fmt: skip
             if slopes is not None:
-                keep(slopes, square, ds)
+                keep(slopes, square, ds, used >= long)
             for j in range(skipped + 1, n):
                 next_stage = (copied + j) % STAGES
                 phase = ((copied + j) // STAGES) & 1
@@ -165,7 +165,7 @@ def _consume(
                     D, V, ACTIVATION, CAUSAL, WINDOW, False,
                 )  # fmt: skip
                 if slopes is not None:
-                    keep(slopes, square, ds)
+                    keep(slopes, square, ds, used >= long)
                 stage = next_stage
             dk, dv = warpgroup_mma_wait(0, deps=[dk_acc, dv_acc])
             mbarrier.arrive(q_free.index(stage), count=1)
@@ -183,14 +183,14 @@ def _consume(
 
 @gluon.jit(do_not_specialize=["heads", "window", "longest", "squares"])
 def key_grad_kernel(
-    q_desc, do_desc, k_desc, v_desc, dk_desc, dv_desc, slopes, records, count, heads, scale, factor, norm, window, longest, squares,
+    q_desc, do_desc, k_desc, v_desc, dk_desc, dv_desc, slopes, records, count, heads, scale, factor, norm, window, longest, squares, long,
     q_head, k_head, v_head,
     D: gl.constexpr, V: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     ACTIVATION: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
 ):  # fmt: skip
     """``factor`` and ``norm`` are what the sums of dk and dv are multiplied by at the end; ``BLOCK_M`` is half of ``BLOCK_N``.
 
-    Unless None, ``slopes`` gets those of the scores as ``hopper_slopes`` reads them, of causal rows without a window.
+    Unless None, ``slopes`` gets those of the scores as ``hopper_slopes`` reads them, of causal rows of ``long`` tokens or more, without a window.
     """
     qs = gl.allocate_shared_memory(q_desc.dtype, [STAGES, 1, 1, BLOCK_M, D], q_desc.layout)
     dos = gl.allocate_shared_memory(do_desc.dtype, [STAGES, 1, 1, BLOCK_M, V], do_desc.layout)
@@ -202,9 +202,9 @@ def key_grad_kernel(
     total = gl.load(count) * heads
     gl.warp_specialize(
         [
-            (_consume, (dk_desc, dv_desc, slopes, records, total, heads, scale, factor, norm, window, longest, squares, qs, dos, ks, vs,
+            (_consume, (dk_desc, dv_desc, slopes, records, total, heads, scale, factor, norm, window, longest, squares, long, qs, dos, ks, vs,
                         q_full, do_full, q_free, k_full, k_free, 0, D, V, BLOCK_M, BLOCK_N, STAGES, ACTIVATION, CAUSAL, WINDOW)),
-            (_consume, (dk_desc, dv_desc, slopes, records, total, heads, scale, factor, norm, window, longest, squares, qs, dos, ks, vs,
+            (_consume, (dk_desc, dv_desc, slopes, records, total, heads, scale, factor, norm, window, longest, squares, long, qs, dos, ks, vs,
                         q_full, do_full, q_free, k_full, k_free, 1, D, V, BLOCK_M, BLOCK_N, STAGES, ACTIVATION, CAUSAL, WINDOW)),
             (_produce, (q_desc, do_desc, k_desc, v_desc, records, total, heads, q_head, k_head, v_head, window, qs, dos, ks, vs,
                         q_full, do_full, q_free, k_full, k_free, V, BLOCK_M, BLOCK_N, STAGES, CAUSAL, WINDOW)),

@@ -11,6 +11,7 @@ from gem_kernels.common.activations import slope_scaled
 from gem_kernels.common.hopper.gluon import fence_async_shared, gl, gluon, mbarrier, tma, warpgroup_mma, warpgroup_mma_init, warpgroup_mma_wait
 from gem_kernels.common.hopper.items import item_of, items_here, read_row
 from gem_kernels.common.hopper.language import accumulator, barriers, copies, hide, keys_seen, load, store
+from gem_kernels.ops.hstu_attention.hopper_slopes import tiles_of_long_rows
 
 
 @gluon.jit
@@ -156,11 +157,12 @@ def _consume(
 
 @gluon.jit(do_not_specialize=["heads", "window"])
 def query_grad_kernel(
-    q_desc, do_desc, k_desc, v_desc, dq_desc, records, count, heads, scale, factor, window, q_head, k_head, v_head,
+    q_desc, do_desc, k_desc, v_desc, dq_desc, records, count, heads, scale, factor, window, long, q_head, k_head, v_head,
     D: gl.constexpr, V: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     ACTIVATION: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
 ):  # fmt: skip
-    """``factor`` is what the sums are multiplied by at the end; ``BLOCK_N`` is half of ``BLOCK_M``."""
+    """``factor`` is what the sums are multiplied by at the end; ``BLOCK_N`` is half of ``BLOCK_M``. Unless ``long`` is None, rows with as many
+    tokens are left to ``hopper_slopes``."""
     qs = gl.allocate_shared_memory(q_desc.dtype, [2, 1, 1, BLOCK_M // 2, D], q_desc.layout)
     dos = gl.allocate_shared_memory(do_desc.dtype, [2, 1, 1, BLOCK_M // 2, V], do_desc.layout)
     ks = gl.allocate_shared_memory(k_desc.dtype, [STAGES, 1, 1, BLOCK_N, D], k_desc.layout)
@@ -172,7 +174,12 @@ def query_grad_kernel(
     turn = barriers(2, 1)
     fence_async_shared()
     mbarrier.arrive(turn.index(0), count=1)
-    total = gl.load(count) * heads
+    tiles = gl.load(count)
+    if long is not None:
+        others = tiles_of_long_rows(records, tiles, long)
+        records += others * 8
+        tiles -= others
+    total = tiles * heads
     gl.warp_specialize(
         [
             (_consume, (dq_desc, records, total, heads, scale, factor, window, qs, dos, ks, vs, dqs,

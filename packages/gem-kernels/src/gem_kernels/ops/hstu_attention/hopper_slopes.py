@@ -2,6 +2,7 @@
 
 A pass of its own over queries and keys makes the scores and ``dout vᵀ`` again, two products of its three; slopes of 16 bits cost 2 bytes a score to
 write and as many to read. Only what a causal mask leaves is kept: squares of 64 keys by 64 queries, those of one block of queries one after another.
+Short rows lose by it: theirs are not kept, and the pass of its own has only their tiles.
 
 A square is stored as the registers of the pass over the keys have it: sixteen bytes of a thread at once, and nothing moves. Sixteen by sixteen scores
 stand together, so that a warp of the second pass finds its own queries; it turns eight by eight of them at a time.
@@ -37,6 +38,19 @@ LOADED = gl.constexpr(
 
 
 @gluon.jit
+def tiles_of_long_rows(records, count, long):
+    """How many of ``count`` tiles are of rows of which ``long`` tokens or more are used: they come first in a list."""
+    low = count * 0
+    high = count
+    while low < high:
+        middle = (low + high) // 2
+        enough = gl.load(records + middle * 8 + 3) >= long
+        low = gl.where(enough, middle + 1, low)
+        high = gl.where(enough, high, middle)
+    return low
+
+
+@gluon.jit
 def first_square(records, item, heads, start, block, longest, squares):
     """The first square of a block of queries of an item's row. A head has ``squares``; a row, of up to ``longest`` blocks, begins behind as many as
     the blocks of all rows before it can have."""
@@ -45,13 +59,13 @@ def first_square(records, item, heads, start, block, longest, squares):
 
 
 @gluon.jit
-def keep(slopes, square, ds):
-    """Store ``ds`` ``[64 keys, 64 queries]`` of a warpgroup."""
+def keep(slopes, square, ds, wanted):
+    """Store ``ds`` ``[64 keys, 64 queries]`` of a warpgroup if ``wanted``: a mask, as a branch would stand between products."""
     # Keys are 16 k + 8 e + r, queries 16 q + 8 d + 2 c + b: r and c are a thread's.
     pieces = gl.convert_layout(ds.reshape([4, 2, 8, 4, 2, 4, 2]).permute([0, 3, 2, 5, 4, 1, 6]).reshape([512, 8]), STORED)
     rows = gl.arange(0, 512, gl.SliceLayout(1, STORED))
     columns = gl.arange(0, 8, gl.SliceLayout(0, STORED))
-    gl.store(slopes + square.to(gl.int64) * 4096 + (rows[:, None] * 8 + columns[None, :]), pieces)
+    gl.store(slopes + square.to(gl.int64) * 4096 + (rows[:, None] * 8 + columns[None, :]), pieces, mask=wanted)
 
 
 @gluon.jit
@@ -141,15 +155,16 @@ def _consume(
 
 @gluon.jit(do_not_specialize=["heads", "longest", "squares"])
 def query_product_kernel(
-    slopes_desc, k_desc, dq, records, count, heads, k_head, dq_token, longest, squares,
+    slopes_desc, k_desc, dq, records, count, heads, k_head, dq_token, longest, squares, long,
     D: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """``dq`` ``[tokens, heads, D]``, heads side by side, from the squares of all heads, as tokens ``[squares * 64, 1, 64]``."""
+    """``dq`` ``[tokens, heads, D]``, heads side by side, of rows with ``long`` tokens or more, from the squares of all heads, as tokens
+    ``[squares * 64, 1, 64]``."""
     ds = gl.allocate_shared_memory(slopes_desc.dtype, [2 * STAGES, 1, 1, 64, 64], slopes_desc.layout)
     ks = gl.allocate_shared_memory(k_desc.dtype, [STAGES, 1, 1, 64, D], k_desc.layout)
     full, free = barriers(STAGES, 1), barriers(STAGES, 2)
     fence_async_shared()
-    total = gl.load(count) * heads
+    total = tiles_of_long_rows(records, gl.load(count), long) * heads
     gl.warp_specialize(
         [
             (_consume, (dq, records, total, heads, dq_token, ds, ks, full, free, 0, D, BLOCK_M, STAGES)),
