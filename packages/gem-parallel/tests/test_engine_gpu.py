@@ -1,14 +1,20 @@
 """The ``torchrec`` engine on a GPU, where fbgemm also has Adam."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from gem_core.batch import KeyedJagged
-from gem_core.spec import TableSpec
-from gem_parallel.sparse.lookups import PIECE, cut_bags
+from gem_core.spec import SparseOptimizer, TableSpec
+from gem_parallel.sparse.copies import copies_of
+from gem_parallel.sparse.lookups import PIECE, short_bags
+from gem_parallel.sparse.placement import Cluster, Place
+from gem_parallel.sparse.sharded import Storage, sharded_groups
+from gem_parallel.sparse.shards import draw
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 OPTIMIZERS = ("rowwise_adagrad", "sgd", "adam")
@@ -124,7 +130,28 @@ def test_cutting_waits_for_nothing(keyed: Keyed) -> None:
     batch = histories(keyed)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        offsets = cut_bags(batch, PIECE)
+        offsets = short_bags(batch, PIECE)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert offsets.numel() == 6 * 97 + 1  # 3,104 ids in the longest column
+
+
+def test_torchrecs_collection_cuts_bags_and_keeps_every_bit(keyed: Keyed, tmp_path: Path) -> None:
+    """One rank over NCCL; the hook before fbgemm's module is taken away for the comparison."""
+    pytest.importorskip("torchrec")
+    batch, cuda = histories(keyed), torch.device("cuda", 0)
+    places = {table.name: Place(sharding="table_wise", ranks=(0,)) for table in TABLES}
+    copies = copies_of(Cluster(world=1, local=1, device="cuda"), 1)
+    dist.init_process_group("cpu:gloo,cuda:nccl", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
+    try:
+        for group in sharded_groups(TABLES, places, SparseOptimizer(), cuda, Storage(), copies):
+            draw(group.slices, TABLES, 1)
+            hooks = [len(tbe._forward_pre_hooks) for tbe in group.tbes]
+            assert hooks == [0 if group.keys == ("d", "e", "f") else 1]
+            found = group.finish(group.look_up(group.start(batch)))
+            for tbe in group.tbes:
+                tbe._forward_pre_hooks.clear()
+            whole = group.finish(group.look_up(group.start(batch)))
+            assert all(torch.equal(found[key], whole[key]) for key in group.keys)
+    finally:
+        dist.destroy_process_group()

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from gem_core.batch import KeyedJagged
 from gem_core.spec import SparseOptimizer, TableSpec
-from gem_parallel.sparse.lookups import PIECE, cut_bags
+from gem_parallel.sparse.lookups import PIECE, short_bags
 from gem_parallel.sparse.native import load_fbgemm, quiet_logging
 from gem_parallel.sparse.shards import slices_of, tbe_options
 
@@ -47,7 +47,7 @@ class LocalGroup:
         return features if features.keys == self.keys else features.select(self.keys)
 
     def look_up(self, columns: KeyedJagged) -> dict[str, Tensor]:
-        offsets = columns.offsets if self._piece is None else cut_bags(columns, self._piece)
+        offsets = columns.offsets if self._piece is None else short_bags(columns, self._piece)
         vectors: Tensor = self.tbe(indices=columns.values, offsets=offsets)
         sizes = self._widths if self._pooled else [end - start for start, end in zip(columns.starts, columns.starts[1:])]
         return dict(zip(self.keys, torch.split(vectors, sizes, dim=1 if self._pooled else 0)))

@@ -25,20 +25,39 @@ class Prefetched:
     parts: Sequence[Any]
 
 
-def cut_bags(columns: KeyedJagged, piece: int) -> Tensor:
-    """Offsets ``[columns * bags + 1]`` of bags of at most ``piece`` ids, for look-ups that give one vector an id, whatever the bags are.
+def cut_bags(offsets: Tensor, rows: int, bags: int) -> Tensor:
+    """Offsets ``[columns * rows + 1]`` of columns that are cut evenly, across their rows, into so many bags each: ``[columns * bags + 1]``.
 
-    fbgemm gives a warp of the GPU to a bag, and one warp is slow with thousands of ids: so each column is cut evenly, across its rows, into as many
-    bags as the column with the most ids needs, and no fewer than there are rows, so that single ids stay apart. The offsets are left as they are
-    where no row is longer than a piece. Synchronises nothing.
+    For look-ups that give one vector an id, whatever the bags are: fbgemm gives a warp of the GPU to a bag, and one warp is slow with thousands of
+    ids. Synchronises nothing.
+    """
+    starts = offsets[::rows]  # of the columns, and the end of the last
+    steps = torch.arange(bags, device=offsets.device)
+    return torch.cat([(starts[:-1, None] + starts.diff()[:, None] * steps // bags).flatten(), starts[-1:]])
+
+
+def short_bags(columns: KeyedJagged, piece: int) -> Tensor:
+    """Offsets ``[columns * bags + 1]`` of bags of at most ``piece`` ids; the columns' own where no row is longer.
+
+    There are as many bags as the column with the most ids needs, and no fewer than rows, so that single ids stay apart.
     """
     if max(columns.max_lengths, default=0) <= piece:
         return columns.offsets
     most = max(end - start for start, end in zip(columns.starts, columns.starts[1:], strict=False))
-    bags = max(columns.rows, -(-most // piece))
-    ends = columns.offsets[:: columns.rows]  # of the columns, after the first start
-    steps = torch.arange(bags, device=ends.device)
-    return torch.cat([(ends[:-1, None] + ends.diff()[:, None] * steps // bags).flatten(), ends[-1:]])
+    return cut_bags(columns.offsets, columns.rows, max(columns.rows, -(-most // piece)))
+
+
+def shorten_bags(tbe: Any, args: tuple[Any, ...], words: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """A hook before forward of an fbgemm module that looks up id by id and is called with ``indices`` and ``offsets``: longer bags are cut.
+
+    The host does not know how many ids each column has. Where rows hold more than ``PIECE`` ids in the mean, there are as many bags as make the mean
+    one half of a piece: columns of twice the mean get bags of ``PIECE`` ids.
+    """
+    columns = len(tbe.feature_table_map)
+    rows, ids = (words["offsets"].numel() - 1) // columns, words["indices"].numel()
+    if ids <= PIECE * columns * rows:
+        return None
+    return args, words | {"offsets": cut_bags(words["offsets"], rows, -(-2 * ids // (PIECE * columns)))}
 
 
 class _Kept(torch.autograd.Function):

@@ -11,6 +11,7 @@ from torch import Tensor
 from gem_core.batch import KeyedJagged
 from gem_core.spec import SparseOptimizer, TableSpec
 from gem_parallel.sparse.copies import Copies
+from gem_parallel.sparse.lookups import shorten_bags
 from gem_parallel.sparse.native import load_fbgemm, load_torchrec, quiet_logging
 from gem_parallel.sparse.placement import Place
 from gem_parallel.sparse.shards import slices_of, tbe_options
@@ -56,6 +57,8 @@ class ShardedGroup:
         self.tbes, self.slices = [], []
         for kernel in _kernels(self.module):
             self.tbes.append(kernel.emb_module)
+            if device.type == "cuda" and not bags:
+                kernel.emb_module.register_forward_pre_hook(shorten_bags, with_kwargs=True)
             held = [(names[config.name].name, *config.local_metadata.shard_offsets) for config in kernel.config.embedding_tables]
             self.slices += slices_of(kernel.emb_module, held, optimizer, saves=copies.saves)
 
