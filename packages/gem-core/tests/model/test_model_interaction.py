@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from gem_core.batch import Jagged, KeyedJagged, lengths_to_offsets
 from gem_core.model.experts import CrossExpert, DeepExpert, Ensemble, LinearExpert, WukongExpert
 from gem_core.model.heads import Heads
-from gem_core.model.layers import AddNorm, Mlp, NormLinear, TokenMix, lay_out, pick
+from gem_core.model.layers import AddNorm, Mlp, NormLinear, TokenMix, compact, lay_out, pick
 from gem_core.model.options import CrossOptions, DeepOptions, HeadOptions, LinearOptions, SequenceOptions, WukongOptions
 from gem_core.model.pooling import Asked, SeedPooling, SumKronLinear
 from gem_core.model.sequence import Events, PersonalFfn, SelfAttention
@@ -35,18 +36,40 @@ def linear(layer: NormLinear, x: Tensor) -> Tensor:
     return nn.functional.linear(x, layer.weight, layer.bias)
 
 
+def _squares(parts: tuple[Tensor, ...]) -> Tensor:
+    return torch.stack([part.square().sum() for part in parts]).sum()
+
+
 class TestPooling:
-    def test_sum_kron_is_a_sum_of_products(self) -> None:
-        layer = SumKronLinear(4, 3, 5, 6, 2)
-        x = torch.randn(7, 4, 5)
-        want = sum(layer.tokens[i] @ x @ layer.channels[i] for i in range(2))
-        torch.testing.assert_close(layer(x), want)
-        inputs, upstream = tuple(layer.parameters()), torch.randn_like(want)
-        for mine, plain in zip(torch.autograd.grad(layer(x), inputs, upstream), torch.autograd.grad(want, inputs, upstream)):
-            torch.testing.assert_close(mine, plain)
-        assert layer(x[:0]).shape == (0, 3, 6)
+    @pytest.mark.parametrize(("further", "rows"), [(0, 7), (2, 7), (1, 1), (2, 0)])
+    @pytest.mark.parametrize("strided", [False, True])
+    def test_sum_kron_is_a_sum_of_products_and_hands_further_tokens_on(self, further: int, rows: int, strided: bool) -> None:
+        layer = SumKronLinear(4, 3, 5, 6, 2).double()
+        x = torch.randn(5, rows, 4 + further, dtype=torch.float64).permute(1, 2, 0)
+        x = (x if strided else x.contiguous()).requires_grad_(True)
+        want = sum(layer.tokens[i] @ x[:, :4] @ layer.channels[i] for i in range(2)), x[:, 4:]
+        folded, rest = layer(x)
+        assert torch.equal(rest, want[1])
+        torch.testing.assert_close(folded, want[0], rtol=0, atol=1e-12)
+        inputs, upstream = (x, *layer.parameters()), [torch.randn_like(part) for part in (folded, rest)]
+        for mine, plain in zip(torch.autograd.grad((folded, rest), inputs, upstream), torch.autograd.grad(want, inputs, upstream)):
+            torch.testing.assert_close(mine, plain, rtol=0, atol=1e-12)
         assert sum(p.numel() for p in layer.parameters()) == 2 * (4 * 3 + 5 * 6)
         assert layer.flops(7) == 7 * 2 * 2 * (3 * 4 * 5 + 3 * 5 * 6)
+
+    def test_sum_kron_compiles_as_a_whole(self) -> None:
+        """With gradients: a compiler refuses a part of a tensor as the place of a product's result."""
+        layer, x = SumKronLinear(4, 3, 5, 6, 2), torch.randn(7, 6, 5, requires_grad=True)
+        compiled: Any = torch.compile(layer, fullgraph=True, backend="aot_eager")
+        inputs = (x, *layer.parameters())
+        for mine, want in zip(torch.autograd.grad(_squares(compiled(x)), inputs), torch.autograd.grad(_squares(layer(x)), inputs)):
+            torch.testing.assert_close(mine, want)
+
+    def test_gradients_of_further_tokens_alone(self) -> None:
+        layer, x = SumKronLinear(4, 3, 5, 6, 2), torch.randn(7, 6, 5, requires_grad=True)
+        (of_x,) = torch.autograd.grad(layer(x)[1].sum(), x)
+        assert torch.equal(of_x[:, :4], torch.zeros(7, 4, 5))
+        assert torch.equal(of_x[:, 4:], torch.ones(7, 2, 5))
 
     @pytest.mark.parametrize(("seeds", "rows"), [(3, 4), (1, 1), (2, 0)])
     @pytest.mark.parametrize(("dim", "dtype"), [(3, torch.float64), (4, torch.bfloat16), (3, torch.bfloat16), (2, torch.float32)])
@@ -92,7 +115,8 @@ class TestPooling:
             found = torch.einsum("hij,jhd->ihd", scores.softmax(-1), v).flatten(1)
             want = []
             if layer.fold is not None:
-                want.append(layer.norm(layer.fold(found[None, :seeds])[0]))
+                fold = layer.fold(found[None, :seeds])
+                want.append(layer.norm((fold[0] if folded else fold)[0]))
             if queries:
                 want.append(rms(linear(layer.found, found[seeds:]) + asked[r]))
             torch.testing.assert_close(out[r], torch.cat(want), rtol=1e-4, atol=1e-5)
@@ -287,6 +311,42 @@ class TestLayers:
         assert AddNorm(4).slot.features == {"layer", "affine"}
         with torch.autocast("cpu", dtype=torch.bfloat16):
             assert mine(x, residual, gate).dtype is torch.bfloat16
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.complex128])
+    def test_compact_is_contiguous(self, dtype: torch.dtype) -> None:
+        """Parts that begin within eight bytes or are no whole number of them, exchanged and repeated dimensions, none at all."""
+        x = torch.arange(2 * 6 * 16).view(2, 6, 16).to(dtype)
+        for part in (
+            x,
+            x[:, 1:],
+            x[..., 8:],
+            x[..., 1:9],
+            x[..., :7],
+            x[..., ::2],
+            x.transpose(0, 1),
+            x.mT,
+            x[:, :1].expand(-1, 3, -1),
+            x[0, 0, 1],
+            x[:0],
+        ):
+            assert compact(part).is_contiguous()
+            assert torch.equal(compact(part), part)
+        assert compact(x).data_ptr() == x.data_ptr()
+
+    def test_compact_copies_words_of_eight_bytes(self) -> None:
+        seen: list[torch.dtype] = []
+
+        class Watch(TorchDispatchMode):
+            def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+                if function is torch.ops.aten.clone.default:
+                    seen.append(args[0].dtype)
+                return function(*args, **(kwargs or {}))
+
+        x = torch.zeros(2, 6, 8, dtype=torch.bfloat16)
+        with Watch():
+            compact(x[:, 1:])
+            compact(x[..., :6])
+        assert seen == [torch.int64, torch.bfloat16]
 
     def test_pick(self) -> None:
         x = torch.randn(2, 4, 3)

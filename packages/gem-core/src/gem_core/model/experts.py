@@ -32,7 +32,7 @@ class PairsAndMix(torch.autograd.Function):
     """``x (C x)^T`` and ``L x`` of each row, where the weight is C above L: ``[rank + linear, tokens], [rows, tokens, dim], rank ->
     [rows, tokens, rank], [rows, linear, dim]``.
 
-    Both maps of tokens are one product, and the gradient of x is summed where it is made: x is the largest tensor of an expert, and each further
+    Both maps of tokens are one product, and so are all three summands of the gradient of x: x is the largest tensor of an expert, and each further
     product or sum would read it, or write its gradient, once more. See ``TokenProduct`` on what lies along rows.
     """
 
@@ -48,12 +48,14 @@ class PairsAndMix(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, of_pairs: Tensor, of_linear: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         laid, x, mixed = ctx.saved_tensors
-        of_mixed = torch.cat([torch.bmm(of_pairs.transpose(1, 2), x), of_linear.contiguous()], dim=1)
+        parts = [torch.bmm(of_pairs.transpose(1, 2), x), of_linear.contiguous(), mixed[:, : ctx.rank].contiguous()]
+        # the gradient of mixed, and what the pairs multiply it by beside it: one product makes the gradient of x
+        right = torch.cat(parts, dim=1)
+        of_mixed = right[:, : laid.shape[0]]
         for_weight, for_x, _ = ctx.needs_input_grad
         of_x = None
         if for_x:
-            of_x = torch.bmm(laid.t().expand(x.shape[0], -1, -1), of_mixed)
-            torch.baddbmm(of_x, of_pairs, mixed[:, : ctx.rank], out=of_x)  # in a form that torch's counter of FLOPs sees
+            of_x = torch.bmm(torch.cat([laid.t().expand(x.shape[0], -1, -1), of_pairs], dim=2), right)
         return weight_gradient(of_mixed, x, ctx.dtype) if for_weight else None, of_x, None
 
 

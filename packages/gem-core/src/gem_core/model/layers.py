@@ -34,6 +34,15 @@ def pick(x: Tensor, tokens: Sequence[int]) -> Tensor:
     return torch.stack([x[:, token] for token in tokens], dim=1) if tokens else x[:, :0]
 
 
+def compact(x: Tensor) -> Tensor:
+    """``x.contiguous()``. A GPU copies strided tensors number by number, however short these are: as numbers of eight bytes where they are such."""
+    ratio = 8 // x.element_size()
+    if torch.compiler.is_compiling() or x.is_contiguous() or ratio < 2 or x.stride(-1) != 1:
+        return x.contiguous()
+    words = not any(n % ratio for n in (x.shape[-1], x.storage_offset(), *x.stride()[:-1]))
+    return x.view(torch.int64).contiguous().view(x.dtype) if words else x.contiguous()
+
+
 class TokenProduct(torch.autograd.Function):
     """``mix_tokens``, one small product a row; ``x`` has the dtype that is computed in, the weight may have another.
 
@@ -54,6 +63,35 @@ class TokenProduct(torch.autograd.Function):
         for_weight, for_x = ctx.needs_input_grad
         spread = laid.t().expand(x.shape[0], -1, -1)
         return weight_gradient(grad, x, ctx.dtype) if for_weight else None, torch.bmm(spread, grad) if for_x else None
+
+
+class FirstTokens(torch.autograd.Function):
+    """``mix_tokens`` of as many first tokens as the weight takes, and the further tokens as they are.
+
+    ``[tokens_out, tokens_in], [rows, tokens, dim] -> [rows, tokens_out, dim], [rows, tokens - tokens_in, dim]``.
+
+    The gradients of both are written side by side; those of ``split`` would be joined by a copy of all tokens.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        laid, count = lay_out(weight, x.dtype), weight.shape[1]
+        ctx.save_for_backward(laid, x)
+        ctx.dtype = weight.dtype
+        return torch.bmm(laid.expand(x.shape[0], -1, -1), x[:, :count]), compact(x[:, count:])
+
+    @staticmethod
+    def backward(ctx: Any, of_mixed: Tensor, of_rest: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        laid, x = ctx.saved_tensors
+        for_weight, for_x = ctx.needs_input_grad
+        count, spread, of_x = laid.shape[1], laid.t().expand(x.shape[0], -1, -1), None
+        if for_x and torch.compiler.is_compiling():  # a compiler takes no part of a tensor for a product's result
+            of_x = torch.cat([torch.bmm(spread, of_mixed), of_rest], dim=1)
+        elif for_x:
+            of_x = torch.empty_like(x, memory_format=torch.contiguous_format)
+            torch.bmm(spread, of_mixed, out=of_x[:, :count])
+            of_x[:, count:] = of_rest
+        return weight_gradient(of_mixed, x[:, :count], ctx.dtype) if for_weight else None, of_x
 
 
 def lay_out(weight: Tensor, dtype: torch.dtype) -> Tensor:

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gem_core.model.layers import AddNorm, NormLinear, PreNormLinear, mix_tokens, pair_width, together
+from gem_core.model.layers import AddNorm, FirstTokens, NormLinear, PreNormLinear, compute_dtype, pair_width, together
 from gem_core.model.options import SequenceOptions
 from gem_core.model.sequence import Events, Lengths
 from gem_core.ops.packed import unbind_packed
@@ -15,9 +15,11 @@ from gem_core.ops.slot import KernelSlot
 
 
 class SumKronLinear(nn.Module):
-    """``Y = sum_i Z_i X W_i`` over ``rank`` terms: a map of tokens and channels at once, ``[rows, tokens_in, dim] -> [rows, tokens_out, out]``.
+    """``Y = sum_i Z_i X W_i`` over ``rank`` terms: a map of tokens and channels at once, and further tokens as they are.
 
     It has ``rank (tokens_in tokens_out + dim out)`` weights where a dense map has ``tokens_in tokens_out dim out``.
+
+    ``[rows, tokens, dim] -> [rows, tokens_out, out], [rows, tokens - tokens_in, dim]``.
     """
 
     def __init__(self, tokens_in: int, tokens_out: int, dim: int, out: int, rank: int) -> None:
@@ -31,11 +33,12 @@ class SumKronLinear(nn.Module):
         nn.init.normal_(self.tokens, std=tokens**-0.5)
         nn.init.normal_(self.channels, std=(rank * self.channels.shape[1]) ** -0.5)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         rank, tokens, _ = self.tokens.shape
         # all terms of a token stand side by side, so that one product sums over them as they lie
-        mixed = mix_tokens(self.tokens.transpose(0, 1).flatten(0, 1), x).view(-1, tokens, rank * x.shape[-1])
-        return torch.matmul(mixed, self.channels.flatten(0, 1))
+        weight = self.tokens.transpose(0, 1).flatten(0, 1)
+        mixed, rest = FirstTokens.apply(weight, x.to(compute_dtype(weight)))  # type: ignore[no-untyped-call]
+        return torch.matmul(mixed.view(-1, tokens, rank * x.shape[-1]), self.channels.flatten(0, 1)), rest
 
     def flops(self, rows: int) -> int:
         rank, tokens_out, tokens_in = self.tokens.shape
@@ -53,7 +56,7 @@ class Asked(torch.autograd.Function):
     def forward(ctx: Any, seeds: Tensor, mine: Tensor) -> Tensor:
         ctx.seeds = len(seeds)
         out = mine.new_empty((mine.shape[0], len(seeds) + mine.shape[1], *mine.shape[2:]))
-        # a GPU copies to a part of a tensor number by number, however short they are: seeds are copied as numbers of eight bytes where they are such
+        # as in ``compact``, here to a part of a tensor
         words = mine.dtype if mine.shape[-1] * mine.element_size() % 8 else torch.int64
         out.view(words)[:, : len(seeds)] = seeds.clone(memory_format=torch.contiguous_format).view(words)
         out[:, len(seeds) :] = mine
@@ -107,8 +110,12 @@ class SeedPooling(nn.Module):
         q, k, v = together(asked, key, value)  # type: ignore[arg-type]
         found = self.slot(q, k, v, events.offsets, max_k=events.max_length).flatten(2)
         # no calls of layers inside those of `append`: where a layer cuts a compiled block, the bound method would be compiled for at each call
-        seeds, mine = found.split([self.seed_count, self.queries], dim=1)
-        parts = [] if self.fold is None else [self.norm(self.fold(seeds))]
+        if isinstance(self.fold, SumKronLinear):
+            folded, mine = self.fold(found)
+        else:
+            seeds, mine = found.split([self.seed_count, self.queries], dim=1)
+            folded = None if self.fold is None else self.fold(seeds)
+        parts = [] if folded is None else [self.norm(folded)]
         if self.queries:
             parts += [self.found(mine, queries)]
         return torch.cat(parts, dim=1) if len(parts) > 1 else parts[0], stream
