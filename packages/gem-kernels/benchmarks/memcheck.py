@@ -28,6 +28,7 @@ CALLS: dict[str, list[dict[str, Any]]] = {
     "jagged_attention": [{}, {"causal": True, "window": 40}, {"return_lse": True}],
     "gdpa": [{}, {"window": 40, "activation": "silu"}],
     "hstu_attention": [{}, {"causal": False, "window": 40}],
+    "pffn": [{}, {"activation": "gelu_fast"}],
 }
 """Options that reach other kernels, or other branches, than an op's plain call."""
 

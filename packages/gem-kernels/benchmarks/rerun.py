@@ -43,6 +43,7 @@ PORTABLE = (
     "AddNorm",
     "GatedResidual",
     "Pffn",
+    "PffnGluon",
     "Jagged",
 )
 

@@ -17,10 +17,10 @@ from triton.compiler import ASTSource
 
 SIZES = dict(GROUP=2, DIM=64, V_DIM=64, BLOCK_M=64, BLOCK_N=64, BLOCK_D=64, BLOCK_V=64, PRECISION="tf32", FAST=True, CAUSAL=True, WINDOW=True,
              CONTEXTUAL=True, TARGETS=True, BIAS=True, BLOCK=64, SPAN=64, ROWS=64, CHUNK=128, ROPE=True, ROPE_V=True, STAGES=2, INNER=128, WIDTH=64,
-             STEP=32, LAYER=True, TOKENS=16, SCATTER=True, NORM=True, ENGINE=False, DQ_PARTS=3, DK_PARTS=3, DV_PARTS=3, GATE_PARTS=4,
+             STEP=32, LAYER=True, TOKENS=16, SCATTER=True, NORM=True, ENGINE=False, DQ_PARTS=3, DK_PARTS=3, DV_PARTS=3, GATE_PARTS=4, HALVES=True,
              out_desc=None, dq_desc=None, dk_desc=None, dv_desc=None)
 WORDS = dict(scale="fp32", norm="fp32", eps="fp32", rope="*fp32", offsets="*i64", contextual="*i64", targets="*i64", base="*i64", skip="*i64",
-             lse="*fp32", delta="*fp32", sums="*fp32", dgamma="*fp32", dbeta="*fp32", dsum="*fp32", factors="*fp32", means="*fp32")
+             lse="*fp32", delta="*fp32", sums="*fp32", dgamma="*fp32", dbeta="*fp32", dsum="*fp32", factors="*fp32", means="*fp32", stats="*fp32")
 WORDS |= dict(packed="*i32", other="*i32")
 NUMBERS = set("count rows heads kv_heads total tokens max_length max_q max_k tiles steps limit seeds splits rows_per_run window row_group".split())
 NUMBERS.add("head_group")
@@ -67,7 +67,7 @@ KERNELS = {
     "norm_linear.triton": ("after", "before"),
     "norm_linear.rows": ("statistics", "forward", "backward"),
     "gated_residual.triton": ("forward", "backward"),
-    "pffn.triton": ("forward", "backward"),
+    "pffn.triton": ("norm", "forward", "backward", "query_grad"),
     "jagged.triton": ("move", "product", "matrix_grad"),
 }
 WITHOUT_PRODUCTS = ("norm_linear.rows", "gated_residual.triton", "pffn.triton")

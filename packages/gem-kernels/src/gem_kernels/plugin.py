@@ -24,6 +24,8 @@ _GDPA_FEATURES = (
     "act_identity",
 )
 
+_PFFN_FEATURES = ("scale_after", *(word for word in _GDPA_FEATURES if word.startswith("act_")))
+
 
 def _sdpa(op: str, features: tuple[str, ...]) -> list[KernelImpl]:
     """Two variants: torch's backward on a GPU may add in any order, its CPU kernel does not."""
@@ -142,7 +144,8 @@ def gem_kernel_impls() -> Sequence[KernelImpl]:
         _portable("norm_linear", ("rms", "layer", "before", "after", "affine", "residual", "return_sum")),
         _portable("add_norm", ("rms", "layer", "affine", "residual", "gate", "concat")),
         _portable("gated_residual", ()),
-        _portable("pffn", ("scale_after", *(word for word in _GDPA_FEATURES if word.startswith("act_"))), "check_pffn"),
+        replace(_gluon("pffn", "gem_kernels.ops.pffn.launch:gluon", _PFFN_FEATURES), check="gem_kernels.ops.limits:check_pffn_hopper"),
+        _portable("pffn", _PFFN_FEATURES, "check_pffn"),
         *(_portable(op, (), None, "jagged.move", _MOVED) for op in ("jagged_concat", "jagged_split", "jagged_pad", "jagged_unpad")),
         _portable("jagged_dense_bmm_add", (), module="jagged.product"),
         *ADAPTERS,

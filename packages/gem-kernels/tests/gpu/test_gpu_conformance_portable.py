@@ -23,6 +23,7 @@ if torch.cuda.is_available():
     if torch.cuda.get_device_capability() == (9, 0):
         TestHstuAttentionGluon = conformance_suite("hstu_attention", backend="gluon", device="cuda")
         TestPooledAttentionGluon = conformance_suite("pooled_attention", backend="gluon", device="cuda")
+        TestPffnGluon = conformance_suite("pffn", backend="gluon", device="cuda")
 else:
 
     def test_cuda():

@@ -8,6 +8,8 @@ from gem_core.spec import KernelRequest
 NO_BF16 = "the Triton interpreter computes bf16 products wrongly, without an error"
 MAX_WIDTH = 256
 """Largest head size of the HSTU and pooled kernels: beyond it the accumulators of one tile no longer fit in registers."""
+MAX_HOPPER_WIDTH = 128
+"""Largest head size of the attention kernels for Hopper."""
 MAX_BLOCK_WIDTH = 128
 """Largest head size of block attention, whose backward holds seven tiles of it at once."""
 MAX_BLOCK = 128
@@ -64,11 +66,20 @@ def check_flex(request: KernelRequest) -> list[str]:
     return check_attention(request) + ([f"head size {request.head_dim} is below 16"] if narrow else [])
 
 
+def _check_pffn(request: KernelRequest, limit: int) -> list[str]:
+    """With ``gelu_fast`` in bf16 queries are kept in halves (``pffn.launch``), which leaves room for heads half as wide."""
+    halved = request.dtype == "bf16" and "act_gelu_fast" in request.features
+    return _check_width(request, limit // 2 if halved else limit)
+
+
 def check_pffn(request: KernelRequest) -> list[str]:
-    """As ``check_attention``; with ``gelu_fast`` in bf16 queries are kept in halves (``pffn.launch``), which leaves room for heads half as wide."""
-    if request.dtype == "bf16" and "act_gelu_fast" in request.features:
-        return _check_width(request, MAX_WIDTH // 2)
-    return check_attention(request)
+    """As ``check_attention``, and half of that head size with ``gelu_fast`` in bf16."""
+    return _check_pffn(request, MAX_WIDTH)
+
+
+def check_pffn_hopper(request: KernelRequest) -> list[str]:
+    """As ``check_pffn``, with the head size of the kernels for Hopper."""
+    return _check_pffn(request, MAX_HOPPER_WIDTH)
 
 
 def check_block_attention(request: KernelRequest) -> list[str]:

@@ -1,61 +1,119 @@
-"""The end of the personalised feed-forward block: y = RMSNorm(o + LayerNorm(q0)) + q0, and its gradient, a pass over memory each.
+"""The norms around the personalised feed-forward block: y = RMSNorm(o + LayerNorm(q0)) + q0, and its gradients, a pass over memory each.
 
-The norms are over whole tokens, ``WIDTH`` values of all heads, without scale and shift. LayerNorm is taken again from q0, which is read anyway.
-Tokens past the given maximum of their row give zeros and get zero gradients.
+The norms are over whole tokens, ``WIDTH`` values of all heads, without scale and shift; all tensors of tokens are contiguous ``[total, WIDTH]``.
+A tile is ``ROWS`` tokens of the whole batch, whatever rows they belong to. Only the first pass looks for the row of a token, by halving the offsets,
+while the token itself is on its way from memory; what the other passes need of it is the sign of a number that they read anyway. A list of tiles, as
+attention has, ends a tile where a row ends: rows of 50 tokens would leave a part of every tile empty.
+
+``stats`` float32 ``[2, total]`` holds what LayerNorm multiplies each token by and the mean that it takes off before, so that no other pass sums for
+them. The first is ``UNUSED`` of a token that is past the given maximum of its row or outside every row: it gives zeros and gets zero gradients.
 """
 
 # Kernels are compiled from their source and carry no types.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
 from gem_kernels.common.language import tl, triton
-from gem_kernels.common.offsets import row_span, zero_rows
-from gem_kernels.ops.norm_linear.rows import load_tile, norm_grad, normalise, store_tile
+from gem_kernels.common.offsets import load_rows, store_rows
+from gem_kernels.ops.norm_linear.rows import norm_grad, normalise
 
-_VARYING = ["rows", "total", "max_q", "tiles"]
+_VARYING = ["rows", "total", "max_q", "steps", "tiles"]
+UNUSED = tl.constexpr(-1.0)
+NOWHERE = tl.constexpr(2**62)
 
 
 @triton.jit
-def _tile(tile, offsets, rows, total, max_q, ROWS: tl.constexpr):
-    """Of one tile: its first token, the end of the used tokens of its row, the end of what is to be zeroed behind them, and whether it does that."""
-    row_tiles = tl.cdiv(max_q, ROWS)
-    row = tile // row_tiles
-    start, length = row_span(offsets, row, total)
-    end = start + length
-    if row == rows - 1:
-        end = tl.maximum(end, total)
-    return start + tile % row_tiles * ROWS, start + tl.minimum(length, max_q), end, tile % row_tiles == row_tiles - 1
+def _used(token, offsets, rows, max_q, steps, ROWS: tl.constexpr):
+    """Whether each token is among the first ``max_q`` of a row: of the first row that ends behind it, found in ``steps`` halvings of ``rows + 1``."""
+    low = tl.zeros([ROWS], tl.int32)
+    high = low + rows
+    for _ in range(steps):
+        middle = (low + high) // 2
+        behind = tl.load(offsets + middle + 1, mask=low < high, other=NOWHERE) <= token
+        low = tl.where(behind, middle + 1, low)
+        high = tl.where(behind, high, middle)
+    start = tl.load(offsets + low, mask=low < rows, other=NOWHERE)
+    return (token >= start) & (token - start < max_q)
+
+
+@triton.jit
+def _centred(x, mean, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    x = x - mean[:, None]
+    if WIDTH != BLOCK:
+        x = tl.where((tl.arange(0, BLOCK) < WIDTH)[None, :], x, 0.0)
+    return x
+
+
+@triton.jit
+def _layer_norm(x, stats, first, total, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """``LayerNorm(x)``, zero from column ``WIDTH`` on, what it multiplied each token by, and whether the token is used, ``[ROWS, 1]``."""
+    token = first + tl.arange(0, ROWS)
+    factor = tl.load(stats + token, mask=token < total, other=0.0)
+    mean = tl.load(stats + total + token, mask=token < total, other=0.0)
+    return _centred(x, mean, WIDTH, BLOCK) * factor[:, None], factor, (factor != UNUSED)[:, None]
 
 
 @triton.jit(do_not_specialize=_VARYING)
-def forward_kernel(
-    o, q0, out, offsets, rows, total, max_q, tiles, eps, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
+def norm_kernel(
+    q0, offsets, ln, stats, rows, total, max_q, steps, tiles, eps,
+    HALVES: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A tile is ``ROWS`` tokens of one row; all tensors are contiguous ``[total, WIDTH]``."""
+    """``ln = LayerNorm(q0)`` and ``stats``.
+
+    HALVES: ``ln`` is ``[total, heads, 2 DIM]``, of each head what rounding makes of it, and beside that what rounding has lost.
+    """
     for tile in range(tl.program_id(0).to(tl.int64), tiles, tl.num_programs(0)):
-        first, until, end, is_last = _tile(tile, offsets, rows, total, max_q, ROWS)
-        if first < until:
-            q = load_tile(q0, first, until, WIDTH, WIDTH, ROWS, BLOCK)
-            ln, _ = normalise(q, eps, True, WIDTH, BLOCK)
-            n, _ = normalise(load_tile(o, first, until, WIDTH, WIDTH, ROWS, BLOCK) + ln, eps, False, WIDTH, BLOCK)
-            store_tile(out, n + q, first, until, WIDTH, WIDTH, ROWS, BLOCK)
-        if is_last:
-            zero_rows(out, until, end, WIDTH, ROWS, WIDTH, BLOCK)
+        first = tile * ROWS
+        token = first + tl.arange(0, ROWS)
+        x = load_rows(q0, first, total, WIDTH, ROWS, WIDTH, BLOCK).to(tl.float32)
+        used = _used(token, offsets, rows, max_q, steps, ROWS)
+        mean = tl.sum(x, 1) * (1.0 / WIDTH)
+        n, factor = normalise(_centred(x, mean, WIDTH, BLOCK), eps, False, WIDTH, BLOCK)
+        tl.store(stats + token, tl.where(used, factor, UNUSED), mask=token < total)
+        tl.store(stats + total + token, mean, mask=token < total)
+        if HALVES:
+            c = tl.arange(0, BLOCK)
+            at = ln + token[:, None] * (2 * WIDTH) + (c + c // DIM * DIM)[None, :]
+            mask = (token < total)[:, None] & (c < WIDTH)[None, :]
+            high = n.to(ln.dtype.element_ty)
+            tl.store(at, high, mask=mask)
+            tl.store(at + DIM, (n - high.to(tl.float32)).to(ln.dtype.element_ty), mask=mask)
+        else:
+            store_rows(ln, n, first, total, WIDTH, ROWS, WIDTH, BLOCK)
 
 
 @triton.jit(do_not_specialize=_VARYING)
-def backward_kernel(
-    o, q0, dy, do, dq0, offsets, rows, total, max_q, tiles, eps, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
-    """As ``forward_kernel``; ``dq0`` is what q0 gets here, past what reaches it through o."""
+def forward_kernel(o, q0, stats, out, total, tiles, eps, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """``out``, the block's result."""
     for tile in range(tl.program_id(0).to(tl.int64), tiles, tl.num_programs(0)):
-        first, until, end, is_last = _tile(tile, offsets, rows, total, max_q, ROWS)
-        if first < until:
-            ln, ln_factor = normalise(load_tile(q0, first, until, WIDTH, WIDTH, ROWS, BLOCK), eps, True, WIDTH, BLOCK)
-            n, factor = normalise(load_tile(o, first, until, WIDTH, WIDTH, ROWS, BLOCK) + ln, eps, False, WIDTH, BLOCK)
-            g = load_tile(dy, first, until, WIDTH, WIDTH, ROWS, BLOCK)
-            dz = norm_grad(n, factor, g, False, WIDTH)
-            store_tile(do, dz, first, until, WIDTH, WIDTH, ROWS, BLOCK)
-            store_tile(dq0, norm_grad(ln, ln_factor, dz, True, WIDTH) + g, first, until, WIDTH, WIDTH, ROWS, BLOCK)
-        if is_last:
-            zero_rows(do, until, end, WIDTH, ROWS, WIDTH, BLOCK)
-            zero_rows(dq0, until, end, WIDTH, ROWS, WIDTH, BLOCK)
+        first = tile * ROWS
+        q = load_rows(q0, first, total, WIDTH, ROWS, WIDTH, BLOCK).to(tl.float32)
+        z = load_rows(o, first, total, WIDTH, ROWS, WIDTH, BLOCK).to(tl.float32)
+        ln, _, used = _layer_norm(q, stats, first, total, WIDTH, ROWS, BLOCK)
+        n, _ = normalise(z + ln, eps, False, WIDTH, BLOCK)
+        store_rows(out, tl.where(used, n + q, 0.0), first, total, WIDTH, ROWS, WIDTH, BLOCK)
+
+
+@triton.jit(do_not_specialize=_VARYING)
+def backward_kernel(o, q0, stats, dy, dz, total, tiles, eps, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """``dz``, the gradient of ``z = o + LayerNorm(q0)``, from ``dy``, that of the result."""
+    for tile in range(tl.program_id(0).to(tl.int64), tiles, tl.num_programs(0)):
+        first = tile * ROWS
+        q = load_rows(q0, first, total, WIDTH, ROWS, WIDTH, BLOCK).to(tl.float32)
+        z = load_rows(o, first, total, WIDTH, ROWS, WIDTH, BLOCK).to(tl.float32)
+        g = load_rows(dy, first, total, WIDTH, ROWS, WIDTH, BLOCK).to(tl.float32)
+        ln, _, used = _layer_norm(q, stats, first, total, WIDTH, ROWS, BLOCK)
+        n, factor = normalise(z + ln, eps, False, WIDTH, BLOCK)
+        store_rows(dz, tl.where(used, norm_grad(n, factor, g, False, WIDTH), 0.0), first, total, WIDTH, ROWS, WIDTH, BLOCK)
+
+
+@triton.jit(do_not_specialize=_VARYING)
+def query_grad_kernel(q0, stats, dy, dz, dln, total, tiles, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """The gradient of q0, written over ``dz``: ``dy``, and through LayerNorm ``dz`` and ``dln``, what it gets as the queries of attention."""
+    for tile in range(tl.program_id(0).to(tl.int64), tiles, tl.num_programs(0)):
+        first = tile * ROWS
+        q = load_rows(q0, first, total, WIDTH, ROWS, WIDTH, BLOCK).to(tl.float32)
+        s = load_rows(dz, first, total, WIDTH, ROWS, WIDTH, BLOCK).to(tl.float32)
+        s += load_rows(dln, first, total, WIDTH, ROWS, WIDTH, BLOCK).to(tl.float32)
+        g = load_rows(dy, first, total, WIDTH, ROWS, WIDTH, BLOCK).to(tl.float32)
+        ln, factor, used = _layer_norm(q, stats, first, total, WIDTH, ROWS, BLOCK)
+        store_rows(dz, tl.where(used, norm_grad(ln, factor, s, True, WIDTH) + g, 0.0), first, total, WIDTH, ROWS, WIDTH, BLOCK)
