@@ -147,7 +147,7 @@ def test_torchrecs_collection_cuts_bags_and_keeps_every_bit(keyed: Keyed, tmp_pa
         for group in sharded_groups(TABLES, places, SparseOptimizer(), cuda, Storage(), copies):
             draw(group.slices, TABLES, 1)
             hooks = [len(tbe._forward_pre_hooks) for tbe in group.tbes]
-            assert hooks == [0 if group.keys == ("d", "e", "f") else 1]
+            assert set(hooks) == {0 if group.keys == ("d", "e", "f") else 1}
             found = group.finish(group.look_up(group.start(batch)))
             for tbe in group.tbes:
                 tbe._forward_pre_hooks.clear()
