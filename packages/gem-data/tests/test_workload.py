@@ -18,7 +18,7 @@ from gem_core.spec import RequestError, Shard
 from gem_data.generate.draws import GOLDEN, Draws, mix
 from gem_data.options import SequenceShape, WorkloadOptions
 from gem_data.score import ne
-from gem_data.sources.workload import WINDOW, Workload, load
+from gem_data.sources.workload import Workload, load
 
 SHAPES = ({"name": "views", "lengths": "lognormal", "mean": 20.0, "longest": 90}, {"name": "buys", "lengths": "zipf", "longest": 40})
 SMALL: dict[str, Any] = {"rows": 700, "test_rows": 60, "items": 200, "categories": 5, "users": 30, "workers": 0, "sequences": SHAPES}
@@ -48,8 +48,9 @@ def rows_of(batches: Sequence[Batch]) -> Counter[tuple[Any, ...]]:
     return found
 
 
-def events_of(batch: Batch) -> int:
-    return sum(int(span.offsets[-1]) for span in batch.event_offsets.values())
+def events_by_group(batches: Sequence[Batch]) -> np.ndarray:
+    """``[batches, sequences]``."""
+    return np.array([[int(span.offsets[-1]) for span in batch.event_offsets.values()] for batch in batches])
 
 
 ALL = rows_of(read(source()))
@@ -92,9 +93,15 @@ def test_with_workers_the_training_thread_neither_deals_rows_out_nor_makes_batch
 
 
 @settings(max_examples=12, deadline=None, derandomize=True)
-@given(world=st.integers(1, 5), batch_size=st.integers(1, 120), start=st.integers(0, 9), balance=st.sampled_from(["none", "lpt"]))
-def test_ranks_share_each_global_batch_and_a_later_start_goes_on(world: int, batch_size: int, start: int, balance: str) -> None:
-    made = source(rows=200, balance=balance)
+@given(
+    world=st.integers(1, 5),
+    batch_size=st.integers(1, 120),
+    start=st.integers(0, 9),
+    balance=st.sampled_from(["none", "lpt"]),
+    window=st.integers(1, 20),
+)
+def test_ranks_share_each_global_batch_and_a_later_start_goes_on(world: int, batch_size: int, start: int, balance: str, window: int) -> None:
+    made = source(rows=200, balance=balance, window=window)
     whole = [read(made, batch_size=batch_size, shard=Shard(rank=r, world=world), seed=1) for r in range(world)]
     assert rows_of([batch for rank in whole for batch in rank]) == rows_of(read(made, batch_size=batch_size))
     assert len({len(rank) for rank in whole}) == 1
@@ -105,13 +112,29 @@ def test_ranks_share_each_global_batch_and_a_later_start_goes_on(world: int, bat
     assert rows_of(later) == rows_of(whole[0][start:])
 
 
-def test_balanced_batches_have_nearly_as_many_events() -> None:
-    options: dict[str, Any] = {"rows": 50 * WINDOW, "sequences": ({"name": "views", "mean": 200.0, "sigma": 1.2, "longest": 2000},)}
-    spread = [np.array([events_of(batch) for batch in read(source(balance=balance, **options))]) for balance in ("none", "lpt")]
-    assert spread[0].sum() == spread[1].sum()
-    plain, balanced = (counts.max() / counts.mean() - 1 for counts in spread)
-    assert plain > 0.1
-    assert balanced < 0.01
+def test_balanced_batches_have_nearly_as_many_events_of_each_kind() -> None:
+    shapes = ({"name": "views", "mean": 60.0, "longest": 600}, {"name": "buys", "mean": 15.0, "longest": 150})
+    options: dict[str, Any] = {"rows": 2048, "sequences": shapes}
+    plain, balanced = (events_by_group(read(source(balance=balance, **options), batch_size=256)) for balance in ("none", "lpt"))
+    assert plain.sum(0).tolist() == balanced.sum(0).tolist()
+    assert (plain.max(0) / plain.mean(0) - 1 > 0.05).all()
+    assert (balanced.max(0) / balanced.mean(0) - 1 < 0.002).all()
+
+
+def test_ranks_have_nearly_as_many_events_of_each_kind() -> None:
+    shapes = ({"name": "views", "mean": 60.0, "longest": 600}, {"name": "buys", "mean": 15.0, "longest": 150})
+    made = source(rows=2048, sequences=shapes, balance="lpt", window=2)
+    events = np.stack([events_by_group(read(made, batch_size=1024, shard=Shard(rank=r, world=4))) for r in range(4)])
+    assert events.shape == (4, 2, 2)
+    assert (events.max((0, 1)) / events.mean((0, 1)) - 1 < 0.002).all()
+
+
+def test_a_longer_window_makes_windows_more_alike() -> None:
+    def deviation(window: int) -> float:
+        events = events_by_group(read(source(rows=3200, balance="lpt", window=window), batch_size=100)).sum(1)
+        return float(events.std() / events.mean())
+
+    assert deviation(32) < deviation(8) / 2 < deviation(2) / 2
 
 
 @pytest.mark.parametrize(
@@ -285,6 +308,6 @@ def test_batches_are_pinned_and_reach_the_device_unchanged() -> None:
 
 def test_rows_without_any_event_make_a_batch() -> None:
     (batch,) = read(source(rows=3, sequences=({"name": "views", "lengths": "lognormal", "mean": 1e-9, "longest": 5},)))
-    assert events_of(batch) == 0
+    assert events_by_group([batch]).tolist() == [[0]]
     assert batch.event_offsets["views"].max_length == 0
     batch.check_labels()

@@ -135,7 +135,8 @@ class WorkloadOptions(Options):
     interest: Annotated[Real, Field(ge=0.0, le=1.0)] = Field(0.6, description="share of events in the category that a row is interested in")
     match: Real = Field(2.0, description="log odds added where the candidate is in that category and the row has events")
     base_logit: Real = Field(-1.5, description="log odds of a click before any effect")
-    balance: Literal["none", "lpt"] = Field("none", description="lpt: rows of eight batches are dealt out so that each has as many events")
+    balance: Literal["none", "lpt"] = Field("none", description="lpt: rows of a window are dealt out so that each batch has as many events of a kind")
+    window: Count = Field(8, description="global batches whose rows lpt deals out together")
     workers: Natural = Field(1, description="threads that make batches before they are asked for; 0 makes them in the training thread")
 
     @model_validator(mode="after")
@@ -159,7 +160,8 @@ class FilesOptions(Options):
     batch_tokens: Natural = Field(0, description="cost of a rank's training batch, in tokens by default; 0: batches have batch_size rows")
     balance: Literal["none", "bbs", "lpt", "cost"] = Field(
         "none",
-        description="bbs: sub-batches of 128 rows, heavy with light; lpt: row by row, heaviest first; cost: batch_tokens each, of any number of rows",
+        description="bbs: sub-batches of 128 rows, heavy with light; lpt: row by row, heaviest first, and even in each history too; "
+        "cost: batch_tokens each, of any number of rows",
     )
     cost: tuple[Real, Real, Real] = Field(
         (1.0, 0.0, 0.0), description="a, b, c of a row's cost: a sum L + b sum L^2 + c over the lengths L of its histories"

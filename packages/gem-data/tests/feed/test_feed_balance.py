@@ -14,8 +14,9 @@ from typer.testing import CliRunner
 
 from gem_core.spec import RequestError
 from gem_data.cli import app
+from gem_data.feed import balance
 from gem_data.feed import simulate as simulation
-from gem_data.feed.balance import CostModel, EqualCost, bbs, imbalance, lpt, spread
+from gem_data.feed.balance import EVEN, CostModel, EqualCost, bbs, imbalance, lpt, lpt_by_group, spread
 from gem_data.feed.simulate import simulate
 
 SIZES = st.lists(st.integers(0, 40), min_size=1, max_size=6)
@@ -59,6 +60,99 @@ def test_bbs_keeps_sizes_and_moves_whole_sub_batches(sizes: list[int], sub: int)
     assert np.bincount(got, minlength=len(sizes)).tolist() == sizes
     if len(set(sizes)) == 1 and sizes[0] % sub == 0 and sizes[0]:
         assert all(len(set(piece)) == 1 for piece in got.reshape(-1, sub).tolist())
+
+
+def histories(rows: int, seed: int = 0, groups: int = 3) -> np.ndarray:
+    """``[rows, groups]`` lengths, each group's half as long as those before, some of them 0."""
+    mean = 400.0 / 2.0 ** np.arange(groups)
+    return np.random.default_rng(seed).lognormal(np.log(mean), 1.0, (rows, groups)).astype(np.int64) // 8
+
+
+def shares(values: np.ndarray, batch: np.ndarray, batches: int) -> np.ndarray:
+    """``[batches]`` loads over their average, less 1."""
+    sums = loads(values, batch, batches)
+    return sums / sums.mean() - 1
+
+
+def plain_lpt_by_group(cost: list[float], events: list[list[int]], sizes: list[int]) -> list[int]:
+    """Lists of rows, costliest first; in each turn pairs of batches make the exchange that gains most; by loops."""
+    if len(sizes) < 2 or not sizes or not any(cost):
+        return plain_lpt(cost, sizes)
+    columns = [column for column in (cost, *map(list, zip(*events, strict=True))) if any(column)]
+    share = [[value * (len(sizes) / sum(column)) for value in column] for column in columns]
+    found = plain_lpt(cost, sizes)
+    member = [sorted((row for row in range(len(cost)) if found[row] == b), key=lambda row: -cost[row]) for b in range(len(sizes))]
+    load = [[sum(share[k][row] for row in sorted(rows)) for rows in member] for k in range(len(share))]
+    for turn in range(8 * len(share)):
+        if all(abs(value - 1) <= EVEN for each in load for value in each):
+            break
+        order = sorted(range(len(sizes)), key=lambda b: load[turn % len(share)][b])
+        for low, high in [(order[i], order[-1 - i]) for i in range(len(sizes) // 2)]:
+            gap, best = [each[high] - each[low] for each in load], (0.0, -1)
+            for rank in range(min(sizes[low], sizes[high])):
+                step = [each[member[high][rank]] - each[member[low][rank]] for each in share]
+                gain = sum(s * (g - s) for g, s in zip(gap, step, strict=True))
+                if gain > best[0] and abs(gap[0] - 2 * step[0]) <= max(abs(gap[0]), EVEN):
+                    best = (gain, rank)
+            if best[1] >= 0:
+                mine, theirs = member[high][best[1]], member[low][best[1]]
+                member[high][best[1]], member[low][best[1]] = theirs, mine
+                for each, total in zip(share, load, strict=True):
+                    total[high] -= each[mine] - each[theirs]
+                    total[low] += each[mine] - each[theirs]
+    return [next(b for b, rows in enumerate(member) if row in rows) for row in range(len(cost))]
+
+
+@settings(max_examples=30, deadline=None)
+@given(sizes=SIZES, seed=st.integers(0, 9), groups=st.integers(0, 3))
+def test_lpt_by_group_is_the_plain_algorithm_and_keeps_sizes(sizes: list[int], seed: int, groups: int) -> None:
+    events = histories(sum(sizes), seed, groups)
+    cost = events.sum(1).astype(float)
+    got = lpt_by_group(cost, events, sizes)
+    assert got.tolist() == plain_lpt_by_group(cost.tolist(), events.tolist(), sizes)
+    assert np.bincount(got, minlength=len(sizes)).tolist() == sizes
+
+
+@pytest.mark.parametrize("batches", [7, 8])
+def test_batches_are_even_in_each_group_and_no_less_in_cost(batches: int) -> None:
+    events, sizes = histories(512 * batches), [512] * batches
+    cost = events.sum(1).astype(float)
+    before, after = lpt(cost, sizes), lpt_by_group(cost, events, sizes)
+    assert shares(cost, after, batches).max() < shares(cost, before, batches).max() + EVEN
+    for group in events.T:
+        assert np.abs(shares(group, before, batches)).max() > 0.01
+        assert np.abs(shares(group, after, batches)).max() < 4 * EVEN
+
+
+def test_no_exchange_for_the_sake_of_events_parts_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Costs that are not those of the events: the exchange that evens out the events would. Planted fault: costs count as even that are not."""
+    cost, events = np.array([6.0, 5.0, 3.0, 2.0]), np.array([[10], [1], [1], [10]])
+    before = lpt(cost, [2, 2])
+    assert shares(events[:, 0], before, 2).max() > 0.5
+    assert lpt_by_group(cost, events, [2, 2]).tolist() == before.tolist()
+    monkeypatch.setattr(balance, "EVEN", 0.3)
+    assert shares(cost, lpt_by_group(cost, events, [2, 2]), 2).max() > shares(cost, before, 2).max()
+
+
+def test_even_batches_are_left_as_they_are() -> None:
+    """One group whose events are the cost: there is nothing to exchange for."""
+    cost = np.round(100 * lognormal(8192)).astype(np.int64)
+    sizes = [1024] * 8
+    assert lpt_by_group(cost.astype(float), cost[:, None], sizes).tolist() == lpt(cost.astype(float), sizes).tolist()
+
+
+def test_rows_without_events_or_without_cost_are_dealt_out_all_the_same() -> None:
+    none = np.zeros((6, 2), np.int64)
+    for cost in (np.zeros(6), np.ones(6)):
+        assert np.bincount(lpt_by_group(cost, none, [2, 2, 2])).tolist() == [2, 2, 2]
+    assert lpt_by_group(np.zeros(0), none[:0], []).tolist() == []
+    assert lpt_by_group(np.zeros(0), none[:0], [0, 0]).tolist() == []
+
+
+def test_a_row_longer_than_all_others_together_stays_in_one_batch() -> None:
+    events = np.concatenate([[[1 << 40, 0]], np.ones((31, 2), np.int64)])
+    got = lpt_by_group(events.sum(1).astype(float), events, [8] * 4)
+    assert np.bincount(got).tolist() == [8] * 4
 
 
 def test_leading_axes_are_independent_windows() -> None:

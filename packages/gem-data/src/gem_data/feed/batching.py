@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from gem_data.feed.balance import CostModel, EqualCost, Floats, bbs, lpt, spread
+from gem_data.feed.balance import CostModel, EqualCost, Floats, bbs, lpt_by_group, spread
 from gem_data.feed.part import Ints, Part, Picked
 
 log = logging.getLogger("gem_data.feed")
@@ -44,13 +44,19 @@ class Window:
 
     def balanced(self, balance: Balance, cost: CostModel) -> list[Ints]:
         """The batches with their rows exchanged so that they cost about the same."""
-        batch = (bbs if balance == "bbs" else lpt)(costs_of(self.parts, cost)[self.order], self.sizes)
+        costs = costs_of(self.parts, cost)[self.order]
+        batch = bbs(costs, self.sizes) if balance == "bbs" else lpt_by_group(costs, _lengths_of(self.parts)[self.order], self.sizes)
         return [self.order[batch == i] for i in range(len(self.sizes))]
 
 
 def costs_of(parts: Sequence[Part], cost: CostModel) -> Floats:
     """``[rows]`` of all parts."""
     return np.concatenate([cost.of(part.tokens, part.pairs) for part in parts])
+
+
+def _lengths_of(parts: Sequence[Part]) -> Ints:
+    """``[rows, lists]`` of all parts: events of each history, ids of each multi-valued id."""
+    return np.concatenate([np.array([group.length for group in part.lists.values()], np.int64).reshape(-1, part.rows).T for part in parts])
 
 
 def pick(parts: Sequence[Part], rows: Ints) -> Picked:

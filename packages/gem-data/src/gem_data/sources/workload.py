@@ -18,15 +18,13 @@ from numpy.typing import NDArray
 
 from gem_core.batch import Batch, Jagged, KeyedJagged
 from gem_core.spec import DataSchema, DenseFeature, IdFeature, RequestError, SequenceFeature, Shard, Task
-from gem_data.feed.balance import lpt
+from gem_data.feed.balance import lpt_by_group
 from gem_data.feed.pipeline import ahead
 from gem_data.generate.draws import GOLDEN, Draws, Ints, floor, mix, permute, unit
 from gem_data.options import SequenceShape, WorkloadOptions
 from gem_data.score import expected_scores, sigmoid
 
 SPLITS = ("train", "test")
-WINDOW = 8
-"""Global batches whose rows are dealt out together."""
 READY = 2
 """Batches a worker may be ahead."""
 PIECE = 1 << 15
@@ -77,12 +75,12 @@ class Workload:
     def batches(
         self, split: str, *, batch_size: int, shard: Shard = Shard(), seed: int | None = None, epoch: int = 0, start: int = 0
     ) -> Iterator[Batch]:
-        """As ``Source.batches``. Balanced batches hold the rows of ``WINDOW`` batches in another order, the same for any number of workers."""
+        """As ``Source.batches``. Balanced batches hold the rows of ``window`` batches in another order, the same for any number of workers."""
         self.rows(split)
         if batch_size < 1 or min(seed or 0, epoch, start) < 0 or not 0 <= shard.rank < shard.world:
             so = f"batch_size {batch_size}, seed {seed}, epoch {epoch}, start {start}, rank {shard.rank} of {shard.world}"
             raise RequestError("batches of 'workload'", so, "Give a batch of one row or more, nothing negative, and a rank below the world size.")
-        return self._made(self._windows(split, batch_size, shard, seed, epoch, start // WINDOW), start % WINDOW)
+        return self._made(self._windows(split, batch_size, shard, seed, epoch, start // self.options.window), start % self.options.window)
 
     def baselines(self) -> dict[str, dict[str, dict[str, float]]]:
         """``oracle``: what knowing every row's interest would give on average on the test rows; short histories show it in part."""
@@ -137,7 +135,7 @@ class Workload:
 
     def _windows(self, split: str, batch_size: int, shard: Shard, seed: int | None, epoch: int, first: int) -> Iterator[Callable[[], list[Job]]]:
         """Of each window from number ``first`` on: what deals its rows out, and gives a job for each of this rank's batches."""
-        rows, window = self.rows(split), WINDOW * batch_size
+        rows, window = self.rows(split), self.options.window * batch_size
         for begin in range(first * window, rows, window):
             yield partial(self._jobs, split, np.arange(begin, min(begin + window, rows)), batch_size, shard, seed, epoch)
 
@@ -154,8 +152,8 @@ class Workload:
         sizes = [size for batch in shares for size in batch]
         if self.options.balance == "none":
             return np.split(number, np.cumsum(sizes)[:-1])
-        events = np.add.reduce([self._lengths(shape, number) for shape in self.options.sequences])
-        part = lpt(events.astype(np.float64), sizes)
+        events = np.stack([self._lengths(shape, number) for shape in self.options.sequences], axis=1)
+        part = lpt_by_group(events.sum(1).astype(np.float64), events, sizes)
         return [number[part == i] for i in range(len(sizes))]
 
     def _made(self, windows: Iterator[Callable[[], list[Job]]], skipped: int) -> Iterator[Batch]:
