@@ -82,15 +82,17 @@ def embedded(name: str, batch: Batch) -> dict[str, Tensor]:
     return out
 
 
-def left_out(model: nn.Module, batch: Batch, part: nn.Module | None = None) -> int:
+def left_out(model: nn.Module, batch: Batch, part: nn.Module | None = None, *, backward: bool = False) -> int:
     """Products of one forward pass of a model, or of a part of it, that are no work of the model: columns by which generated keys and values get
-    their shared part, and those of further tokens that a map of tokens leaves out.
+    their shared part, and those of further tokens that a map of tokens leaves out. With ``backward`` also those of gradients: the columns have none
+    that are inputs' gradients.
     """
     modules = set((model if part is None else part).modules())
     columns = sum(2 * batch.rows * m.shape[0] * m.weight.shape[0] * m.weight.shape[1] * m.added for m in modules if isinstance(m, KeyValues))
     steps = [(i, step) for layer in model.layers for i, step in enumerate(layer.steps)] if isinstance(model, GemModel) else []  # type: ignore[union-attr]
     asked: list[tuple[int, Any]] = [(i, step) for i, step in steps if step in modules and step.ask is not None]
-    return columns + sum(2 * batch.rows * step.dim * step.ask.weight.shape[0] * len(model.targets[i]) for i, step in asked)  # type: ignore[arg-type, index]
+    further = sum(2 * batch.rows * step.dim * step.ask.weight.shape[0] * len(model.targets[i]) for i, step in asked)  # type: ignore[arg-type, index]
+    return (2 * columns + 3 * further) if backward else columns + further
 
 
 def looked_up(model: nn.Module, batch: Batch) -> int:
@@ -109,7 +111,7 @@ def trained(name: str, model: nn.Module, batch: Batch) -> int:
     with FlopCounterMode(display=False) as counter:
         logits = model(batch, given_vectors)
         sum(logit.sum() for logit in logits.values()).backward()
-    return int(counter.get_total_flops()) - 3 * left_out(model, batch) - looked_up(model, batch)
+    return int(counter.get_total_flops()) - left_out(model, batch, backward=True) - looked_up(model, batch)
 
 
 # ---- double loops -----------------------------------------------------------------------------------------------------------------------------

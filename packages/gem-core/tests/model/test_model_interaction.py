@@ -316,19 +316,8 @@ class TestLayers:
     def test_compact_is_contiguous(self, dtype: torch.dtype) -> None:
         """Parts that begin within eight bytes or are no whole number of them, exchanged and repeated dimensions, none at all."""
         x = torch.arange(2 * 6 * 16).view(2, 6, 16).to(dtype)
-        for part in (
-            x,
-            x[:, 1:],
-            x[..., 8:],
-            x[..., 1:9],
-            x[..., :7],
-            x[..., ::2],
-            x.transpose(0, 1),
-            x.mT,
-            x[:, :1].expand(-1, 3, -1),
-            x[0, 0, 1],
-            x[:0],
-        ):
+        narrowed = (x[:, 1:], x[..., 8:], x[..., 1:9], x[..., :7], x[..., ::2])
+        for part in (x, *narrowed, x.transpose(0, 1), x.mT, x[:, :1].expand(-1, 3, -1), x[0, 0, 1], x[:0]):
             assert compact(part).is_contiguous()
             assert torch.equal(compact(part), part)
         assert compact(x).data_ptr() == x.data_ptr()

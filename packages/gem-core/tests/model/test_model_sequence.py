@@ -275,6 +275,30 @@ class TestCrossing:
         want = (sources[3, 0] @ layer.weight[1].t()).view(3, 2, 4) + layer.shared[1, :3]
         torch.testing.assert_close(value[3, :3], want)
 
+    @pytest.mark.parametrize(("sources", "rows"), [(2, 7), (1, 1), (9, 3), (2, 0)])
+    @pytest.mark.parametrize("compiled", [False, True])
+    def test_keys_and_their_gradients_against_sums(self, sources: int, rows: int, compiled: bool) -> None:
+        layer = KeyValues(sources, 3, 5, 2, 4).double()
+        x = torch.randn(rows, 5, sources, dtype=torch.float64).transpose(1, 2).requires_grad_(True)
+        want = [(x @ layer.weight[i].t()).view(rows, 3 * sources, 2, 4) + layer.shared[i] for i in range(2)]
+        call: Any = torch.compile(layer, fullgraph=True, backend="aot_eager") if compiled else layer
+        inputs, upstream = (x, layer.weight, layer.shared), [torch.randn_like(part) for part in want]
+        for mine, plain in zip(call(x), want):
+            torch.testing.assert_close(mine, plain, rtol=0, atol=1e-12)
+        for mine, plain in zip(torch.autograd.grad(call(x), inputs, upstream), torch.autograd.grad(want, inputs, upstream)):
+            assert mine.is_contiguous()
+            torch.testing.assert_close(mine, plain, rtol=0, atol=1e-12)
+
+    @pytest.mark.parametrize("wanted", [0, 1, 2])
+    def test_each_gradient_alone_and_of_one_output(self, wanted: int) -> None:
+        layer, x = KeyValues(2, 3, 5, 2, 4), torch.randn(7, 2, 5)
+        inputs = (x, layer.weight, layer.shared)
+        for i, tensor in enumerate(inputs):
+            tensor.requires_grad_(i == wanted)
+        plain = (x @ layer.weight[1].t()).view(7, -1, 2, 4) + layer.shared[1]
+        mine, want = (torch.autograd.grad(out.square().sum(), inputs[wanted])[0] for out in (layer(x)[1], plain))
+        torch.testing.assert_close(mine, want)
+
     def test_weight_gen(self) -> None:
         layer = WeightGen(4, 2, 6)
         x = torch.randn(3, 4, 6)

@@ -1,9 +1,11 @@
 """From non-sequence tokens to the weights that personalise sequences (InterFormer arXiv 2411.09852, Kunlun arXiv 2602.10016)."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
-from gem_core.model.layers import ALIGNED, AddNorm, Mlp, TokenMix, compute_dtype, pair_width
+from gem_core.model.layers import ALIGNED, AddNorm, Mlp, TokenMix, compact, compute_dtype, pair_width
 from gem_core.ops.products import own_flops
 
 
@@ -24,6 +26,42 @@ class WeightGen(nn.Module):
 
     def flops(self, rows: int) -> int:
         return self.compress.flops(rows, self.dim) + self.mlp.flops(rows * self.summary)
+
+
+class TwoProducts(torch.autograd.Function):
+    """``[x || place] [W || shared]^T`` for two matrices, of one dtype; the place of a source is a one in a column of its own.
+
+    ``[rows, sources, dim], [2, out, dim], [2, out, columns] -> two of [rows, sources, out]``
+
+    In backward the second product adds to the gradient of x, which has no columns of places, and the gradients of both matrices are written side by
+    side: sums, parts and joins are passes of their own, and many.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, shared: Tensor) -> tuple[Tensor, Tensor]:
+        rows, count, _ = x.shape
+        # contiguous parts: torch joins others element by element on a GPU
+        place = torch.eye(count, shared.shape[2], dtype=x.dtype, device=x.device).expand(rows, -1, -1).contiguous()
+        joined, matrices = torch.cat([x, place], dim=-1), torch.cat([weight, shared], dim=-1)
+        ctx.save_for_backward(joined, matrices)
+        ctx.dim = x.shape[2]
+        return nn.functional.linear(joined, matrices[0]), nn.functional.linear(joined, matrices[1])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        joined, matrices = ctx.saved_tensors
+        flat = [grad.flatten(0, 1) for grad in grads]
+        of_x = of_weight = of_shared = None
+        if ctx.needs_input_grad[0]:
+            of_x = torch.mm(flat[0], matrices[0, :, : ctx.dim])
+            torch.addmm(of_x, flat[1], matrices[1, :, : ctx.dim], out=of_x)
+            of_x = of_x.view(*joined.shape[:2], ctx.dim)
+        if any(ctx.needs_input_grad[1:]):
+            made = torch.empty_like(matrices)
+            for grad, part in zip(flat, made):
+                torch.mm(grad.t(), joined.flatten(0, 1), out=part)
+            of_weight, of_shared = compact(made[..., : ctx.dim]), made[..., ctx.dim :]
+        return of_x, of_weight, of_shared
 
 
 class KeyValues(nn.Module):
@@ -61,13 +99,10 @@ class KeyValues(nn.Module):
 
     def forward(self, sources: Tensor) -> tuple[Tensor, Tensor]:
         count, _, heads, head_dim = self.shape
-        dtype, extra = compute_dtype(sources), self.added
-        # contiguous parts: torch joins others element by element on a GPU
-        place = torch.eye(count, extra, dtype=dtype, device=sources.device).expand(sources.shape[0], -1, -1).contiguous()
-        joined = torch.cat([sources.to(dtype), place], dim=-1)
-        matrices = torch.cat([self.weight.to(dtype), _columns(self.shared.to(dtype), count, extra)], dim=-1)
-        key, value = (nn.functional.linear(joined, matrix).view(-1, self.keys, heads, head_dim) for matrix in matrices)
-        return key, value
+        dtype = compute_dtype(sources)
+        weight, shared = self.weight.to(dtype), _columns(self.shared.to(dtype), count, self.added)
+        key, value = TwoProducts.apply(sources.to(dtype), weight, shared)  # type: ignore[no-untyped-call]
+        return key.view(-1, self.keys, heads, head_dim), value.view(-1, self.keys, heads, head_dim)
 
     def flops(self, rows: int) -> int:
         """Those of the generated part; the columns that add the shared one are no work of the model."""
