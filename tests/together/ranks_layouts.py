@@ -27,7 +27,8 @@ from torch.distributed.tensor import DTensor
 import gem_core.train.compose
 import gem_core.train.report
 from gem_core.config.load import load_config
-from gem_core.train.compose import Run, compose
+from gem_core.train.compose import compose
+from gem_core.train.composed import Run
 from gem_core.train.loop import train_epochs
 from gem_parallel.mesh import Layout
 

@@ -28,7 +28,8 @@ from gem_core.bench.roofline import finish
 from gem_core.cli.bench_shared import measuring_in
 from gem_core.config.load import load_config
 from gem_core.spec import ParallelContext, RequestError, Shard, Topology
-from gem_core.train.compose import Run, compose
+from gem_core.train.compose import compose
+from gem_core.train.composed import Run
 from gem_core.train.feed import Work
 from gem_core.train.labels import weight_sums
 from gem_core.train.step import settle, train_step

@@ -14,7 +14,8 @@ from gem_core.bench.timeline import CATEGORIES, GAPS
 from gem_core.cli.main import run as gem
 from gem_core.config.load import load_config
 from gem_core.ops.slot import kernel_slots
-from gem_core.train.compose import Run, compose
+from gem_core.train.compose import compose
+from gem_core.train.composed import Run
 
 SMALL = ["data.batch_size=24", "data.options.rows=64", "model.options.dim=8", "model.options.sequence.dim=8"]
 STEPS = 3

@@ -24,7 +24,8 @@ from gem_core.cli.main import run as gem
 from gem_core.config.load import load_config
 from gem_core.ops.products import linear_flops, own_flops
 from gem_core.spec import RequestError
-from gem_core.train.compose import Run, compose
+from gem_core.train.compose import compose
+from gem_core.train.composed import Run
 from gem_core.train.efficiency import Peak
 from gem_core.train.loop import epoch_feed
 

@@ -98,7 +98,8 @@ def test_what_is_not_there_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_configuration_names_a_machine(clean_host: None) -> None:
-    from gem_core.train.compose import STAGES, Run
+    from gem_core.train.compose import STAGES
+    from gem_core.train.composed import Run
 
     run = Run(load_config("toy", ["parallel.topology=b200"]))
     (stage,) = [stage for stage in STAGES if stage.name == "topology"]

@@ -6,7 +6,6 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from statistics import mean, pstdev
 from typing import Any
 
 import pytest
@@ -20,8 +19,9 @@ from gem_core.builtin.toy import SCHEMA, ToySource
 from gem_core.config.load import load_config
 from gem_core.spec import RequestError
 from gem_core.train import graphs, static_inputs
-from gem_core.train.compose import Run, compose, graphs_of
-from gem_core.train.graphs import GraphedLoss, capacities
+from gem_core.train.compose import compose, graphs_of
+from gem_core.train.composed import Run
+from gem_core.train.graphs import GraphedLoss
 from gem_core.train.static_inputs import DUMMIES, ROWS, Extents, StaticInputs
 
 EXTENTS = Extents(SCHEMA, frozenset())
@@ -213,30 +213,6 @@ def test_vectors_pooled_by_their_table_count_rows() -> None:
     assert Extents(SCHEMA, frozenset({"tags"})).of_vectors("tags") == ROWS
     assert EXTENTS.of_vectors("tags") == "tags"
     assert [EXTENTS.of_vectors(key) for key in ("user", "views.action", "buys.item")] == [ROWS, "views", "buys"]
-
-
-# ---- capacities ---------------------------------------------------------------------------------------------------------------------------
-
-
-@settings(max_examples=40, deadline=None)
-@given(st.lists(st.tuples(st.integers(0, 50), st.integers(0, 50)), min_size=1, max_size=12), st.integers(1, 5))
-def test_every_surveyed_batch_fits_a_capacity(sizes: list[tuple[int, int]], count: int) -> None:
-    seen = [{"a": a, "b": b} for a, b in sizes]
-    found = capacities(seen, count, 2.0)
-    assert 1 <= len(found) <= count
-    assert [sum(each.values()) for each in found] == sorted(sum(each.values()) for each in found)
-    assert found[-1]["a"] >= mean(a for a, _ in sizes) + 2.0 * pstdev(a for a, _ in sizes) - 1e-6
-    assert all(any(each["a"] >= a and each["b"] >= b for each in found) for a, b in sizes)
-
-
-def test_more_capacities_leave_less_room() -> None:
-    seen = [{"a": 100 + i % 7, "b": 100 - i % 7} for i in range(16)]
-
-    def waste(count: int) -> int:
-        found = capacities(seen, count, 0.0)
-        return sum(min(sum(c.values()) for c in found if all(c[n] >= s[n] for n in s)) - sum(s.values()) for s in seen)
-
-    assert waste(1) > waste(3) > waste(8) == 0
 
 
 # ---- what cannot be recorded --------------------------------------------------------------------------------------------------------------

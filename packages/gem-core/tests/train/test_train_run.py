@@ -24,6 +24,7 @@ from gem_core.train import compose as composing
 from gem_core.train import loop
 from gem_core.train.checkpoint.saved import Saved, checkpoints, find_checkpoint
 from gem_core.train.compose import STAGES, compose
+from gem_core.train.composed import Run
 from gem_core.train.log import read_log
 from gem_core.train.run import evaluate_run, train
 from gem_core.train.step import train_step
@@ -200,7 +201,7 @@ def test_strategies_go_by_stage_and_those_on_meta_before_the_weights(
 
 
 def test_several_processes_need_a_strategy_for_the_dense_part(configure: Configure, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = composing.Run(configure("parallel.strategies=[]"))
+    run = Run(configure("parallel.strategies=[]"))
     for stage in STAGES[:7]:
         assert stage.do is not None
         stage.do(run)

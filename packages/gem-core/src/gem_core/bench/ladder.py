@@ -13,7 +13,8 @@ from gem_core.config.load import LoadedConfig, load_config
 from gem_core.plugins import host
 from gem_core.plugins.nearest import nearest
 from gem_core.spec import GemError, RequestError
-from gem_core.train.compose import Run, preview
+from gem_core.train.compose import preview
+from gem_core.train.composed import Run
 from gem_core.train.graphs import check_recordable
 
 _OTHERS = tuple(op.name for op in BASELINE_OPS if op.name not in ATTENTION)

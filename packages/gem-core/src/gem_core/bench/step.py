@@ -14,7 +14,7 @@ import torch
 
 from gem_core.bench.flops import StepFlops, peak_seconds, run_flops, unit_peak
 from gem_core.bench.roofline import finish
-from gem_core.train.compose import Run
+from gem_core.train.composed import Run
 from gem_core.train.feed import Feed, Work
 from gem_core.train.ledger.clock import COPY, DATA, IDS
 from gem_core.train.ledger.load import load_of

@@ -8,7 +8,8 @@ from gem_core.cli.output import print_json, print_table
 from gem_core.cli.sizes import size
 from gem_core.config.load import LoadedConfig
 from gem_core.spec import BlockMemory, MemoryReport, ReportsMemory, RequestError, Shard
-from gem_core.train.compose import Run, compose
+from gem_core.train.compose import compose
+from gem_core.train.composed import Run
 from gem_core.train.labels import weight_sums
 from gem_core.train.step import batch_loss, forward
 

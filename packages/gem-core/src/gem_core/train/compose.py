@@ -4,10 +4,7 @@
 """
 
 import logging
-import math
-import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,121 +14,42 @@ import torch
 from torch import nn
 
 from gem_core.config.load import LoadedConfig
-from gem_core.config.resolve import resolved
-from gem_core.config.schema import RunConfig
 from gem_core.ops.dispatch import cuda_arch, device_name
 from gem_core.ops.slot import bind_kernels
 from gem_core.plugins import host
-from gem_core.select.policy import KernelChoice, choose, policy_scope
+from gem_core.select.policy import choose, policy_scope
 from gem_core.spec import (
-    ChangingPrecision,
-    CheckpointInfo,
-    DataSchema,
     DelaysReduction,
-    Embeddings,
     ParallelContext,
     PluginError,
     Precision,
     PrecisionDecision,
     RequestError,
-    ResumableSource,
-    RunInfo,
-    Source,
     SparseOptimizer,
-    Strategy,
-    TableSpec,
-    Topology,
 )
 from gem_core.spec.parallel import STAGES as STRATEGY_STAGES
 from gem_core.topology.describe import described
-from gem_core.train import folder, manifest
+from gem_core.train import folder
 from gem_core.train.checkpoint import restore, values
-from gem_core.train.checkpoint.saved import Saved, find_checkpoint
-from gem_core.train.checkpoint.saver import Saver
-from gem_core.train.compiled import Compiled, compiled_blocks
-from gem_core.train.efficiency import Peak, peak_of, tf32_as_before
+from gem_core.train.checkpoint.saved import find_checkpoint
+from gem_core.train.compiled import compiled_blocks
+from gem_core.train.composed import Run
+from gem_core.train.efficiency import tf32_as_before
 from gem_core.train.graphs import GraphedLoss, Recorder, check_recordable
 from gem_core.train.ids.layout import with_rows
 from gem_core.train.ids.managed import ManagedIds
-from gem_core.train.ids.saving import restore_ids, rules_for
+from gem_core.train.ids.saving import rules_for
 from gem_core.train.labels import check_tasks
-from gem_core.train.ledger.keeper import StepLedger
-from gem_core.train.ledger.trace import Tracer
-from gem_core.train.log import RunLog
 from gem_core.train.materialise import fill_weights
 from gem_core.train.metrics import StreamMetrics
 from gem_core.train.optim import AveragedWeights, adamw
-from gem_core.train.progress import Progress
 from gem_core.train.rounding import rounded_together, rounds_together
+from gem_core.train.started import restore_run, start_run, write_manifest
 from gem_core.train.static_inputs import Extents
 from gem_core.train.step import Learner, scored_loss
-from gem_core.train.world import World, close_world, open_world, torchrun_ranks
+from gem_core.train.world import close_world, open_world, torchrun_ranks
 
 log = logging.getLogger("gem_core.train")
-
-
-class Run:
-    """A run being composed, then running. Fields are filled by the stages, in their order.
-
-    Args:
-        loaded: the configuration.
-        resume: the run folder to go on from (training), or to take the weights from (evaluation).
-        training: False composes for evaluation only: no optimisers, no folder is written, nobody is notified.
-    """
-
-    config: RunConfig
-    topology: Topology
-    world: World
-    source: Source
-    schema: DataSchema
-    options: Any
-    tables: Sequence[TableSpec]
-    ids: ManagedIds
-    model: nn.Module
-    precision: Precision
-    decisions: Sequence[PrecisionDecision]
-    embeddings: Embeddings
-    strategies: list[tuple[str, bool, Strategy]]
-    dense: nn.Module
-    choices: list[KernelChoice]
-    kernels: dict[str, str]
-    learner: Learner
-    peak: Peak
-    peak_flops: float
-    manifest: dict[str, Any]
-    info: RunInfo
-    log: RunLog
-    ledger: StepLedger
-    saver: Saver
-
-    def __init__(self, loaded: LoadedConfig, *, resume: Path | None = None, training: bool = True) -> None:
-        self.loaded, self.config = loaded, loaded.config
-        self.resume, self.training = resume, training
-        self.folder = resume or Path(loaded.config.run.out)
-        self.saved: Saved | None = None
-        self.average: AveragedWeights | None = None
-        self.compiled = Compiled()
-        self.begun = time.perf_counter()
-        self.first_step_seconds = 0.0
-        """From here to the end of the first step that this process takes: composing and compiling included."""
-        self.progress = Progress()
-        self.saved_step = -1
-        self._stack = ExitStack()
-
-    def enter(self, context: Any) -> Any:
-        """Enter a context that lasts as long as the run."""
-        return self._stack.enter_context(context)
-
-    def close(self) -> None:
-        """Leave every context that the run has entered."""
-        self._stack.close()
-
-    @property
-    def total_steps(self) -> int:
-        """Optimiser steps of the whole run, by the rows that the source promises."""
-        batches = math.ceil(self.source.rows("train") / self.config.data.batch_size)
-        steps = self.config.train.epochs * math.ceil(batches / self.config.optim.accumulate)
-        return min(steps, self.config.train.max_steps or steps)
 
 
 def _configuration(run: Run) -> None:
@@ -162,7 +80,7 @@ def _mesh(run: Run) -> None:
     if run.config.run.threads:
         torch.set_num_threads(run.config.run.threads)
     run.world = open_world(run.config.run.device)
-    run._stack.callback(close_world, run.world, run)
+    run.at_end(close_world, run.world, run)
     values.seed_random_state(run.config.run.seed, run.world)
 
 
@@ -295,96 +213,6 @@ def graphs_of(run: Run, *, count: int, recorder: Recorder | None = None) -> Grap
     )
 
 
-def _restore(run: Run) -> None:
-    if run.saved is None:
-        return
-    if run.training and run.saved.about["kernels"] != run.kernels:
-        so = f"the run was started with {run.saved.about['kernels']} and would go on with {run.kernels}"
-        raise RequestError(f"resuming {run.resume}", so, "Name the kernels it was started with: --set kernels.use.OP=BACKEND.")
-    restore.verify_together(run.saved, run.world)
-    trainer = run.saved.trainer()
-    restore.restore_dense(run.model, run.saved, run.learner.optimizer if run.training else None)
-    moves = restore_ids(run.ids, run.saved, run.world, clock=trainer.get("ids", 0))
-    restore.restore_tables(run.embeddings, run.saved, updates=trainer["updates"] if run.training else None, moves=moves)
-    same_recipe = run.saved.about["config"]["precision"]["recipe"] == run.config.precision.recipe  # an evaluation may have another
-    if isinstance(run.precision, ChangingPrecision) and same_recipe and trainer.get("precision") is not None:
-        run.precision.load_state_dict(trainer["precision"])
-        run.decisions = run.precision.decisions()
-    if run.config.train.ema_decay:
-        run.average = run.average or AveragedWeights(run.model, run.config.train.ema_decay)
-        restore.restore_average(run.average.state_dict(), run.saved)
-    if not run.training:
-        return
-    unknown = run.learner.stream.load_state_dict(trainer["stream"], run.world)
-    if unknown:
-        log.warning("training metrics of %s stand on one side only and start afresh", ", ".join(unknown))
-    run.progress.load_state_dict(trainer["progress"], run.world)
-    run.saved_step = run.progress.step
-    values.restore_random_state(trainer["random"], run.world)
-    if isinstance(run.source, ResumableSource):
-        if trainer.get("data") is None:
-            raise RequestError(f"resuming {run.resume}", "its checkpoint holds no cursor of the data source", "Start a new run.")
-        run.source.restore(trainer["data"])
-
-
-def _manifest(run: Run) -> None:
-    run.peak = peak_of(run.world.device, run.precision.compute_dtype())
-    run.peak_flops = float(run.world.all_gather(torch.tensor([run.peak.flops_per_second], dtype=torch.float64)).sum())
-    earlier = folder.read_manifest(run.folder) if run.resume else {}
-    run.manifest = manifest.manifest(
-        config=manifest.config_rows(resolved(run.loaded, host()), earlier.get("config", ())),
-        world=run.world,
-        plugins=host().plugins,
-        kernels=manifest.kernel_rows(run.choices),
-        decisions=run.decisions,
-        strategies={name: strategy.describe() for name, _, strategy in run.strategies},
-        topology=run.topology,
-        model=run.model,
-        tables=run.tables,
-        peak=run.peak,
-        resumed=[*earlier.get("resumed", ()), *([run.progress.step] if run.resume else ())],
-        precision_events=[event for event in earlier.get("precision_events", ()) if event["step"] <= run.progress.step],
-    )
-    if run.world.leads:
-        if run.resume is None:
-            folder.claim(run.folder)
-        folder.write_config(run.folder / "config.toml", run.loaded)
-        folder.write_json(run.folder / folder.MANIFEST, run.manifest)
-    run.world.barrier()
-
-
-def describe_again(run: Run) -> None:
-    """Bring the manifest up to date with strategies that decide on the first batch."""
-    told = {name: dict(strategy.describe()) for name, _, strategy in run.strategies}
-    if told != run.manifest["parallel"]:
-        run.manifest["parallel"] = told
-        if run.world.leads:
-            folder.write_json(run.folder / folder.MANIFEST, run.manifest)
-
-
-def _run_started(run: Run) -> None:
-    world, config = run.world, run.config
-    run.log = run.enter(RunLog(run.folder if world.leads else None, total=run.total_steps, step=run.progress.step))
-    run.log.event("resumed" if run.resume else "started", run.progress.step, kernels=run.kernels, world=world.size)
-    if run.ids.report:
-        run.log.event("resized", run.progress.step, tables=run.ids.report)
-    dump = config.model_dump(mode="json")
-    run.info = RunInfo(folder=run.folder, seed=config.run.seed, config=dump, kernels=run.kernels, rank=world.rank, world=world.size)
-    parts = (*(strategy for _, _, strategy in run.strategies), run.embeddings)
-    steps_csv = run.folder / "steps.csv" if config.train.steps_csv else None
-    run.ledger = StepLedger(world, parts, steps_csv=steps_csv, tracer=Tracer(run.folder, config.train.trace))
-    run._stack.callback(run.ledger.stop)
-    run.saver = Saver(run.folder / "checkpoints", world, keep=config.train.keep_checkpoints, told=partial(_checkpoint_complete, run))
-    run._stack.callback(run.saver.close)
-    host().notify("gem_run_started", run=run.info)
-
-
-def _checkpoint_complete(run: Run, step: int, path: Path) -> None:
-    run.log.event("checkpoint", step)
-    if run.world.leads:
-        host().notify("gem_checkpoint_saved", run=run.info, checkpoint=CheckpointInfo(step=step, path=path))
-
-
 @dataclass(frozen=True, slots=True)
 class Stage:
     """One step of composing: its printed name, what it does, and whether only training does it."""
@@ -407,9 +235,9 @@ STAGES = (
     Stage("kernels bound", _kernels_bound),
     Stage("compile per block", _compile),
     Stage("optimisers", _optimisers, training_only=True),
-    Stage("restore", _restore),
-    Stage("manifest", _manifest, training_only=True),
-    Stage("run started", _run_started, training_only=True),
+    Stage("restore", restore_run),
+    Stage("manifest", write_manifest, training_only=True),
+    Stage("run started", start_run, training_only=True),
 )
 
 

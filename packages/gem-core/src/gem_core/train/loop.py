@@ -14,7 +14,7 @@ from gem_core.train.checkpoint import restore, values
 from gem_core.train.checkpoint.pieces import dense_pieces, table_pieces
 from gem_core.train.checkpoint.saver import Content
 from gem_core.train.compiled import limit_named
-from gem_core.train.compose import Run, describe_again
+from gem_core.train.composed import Run
 from gem_core.train.efficiency import TRAIN_OVER_FORWARD
 from gem_core.train.evaluate import Evaluation, evaluate
 from gem_core.train.feed import Feed, Work
@@ -25,6 +25,7 @@ from gem_core.train.ledger.keeper import in_words
 from gem_core.train.optim import lr_factor
 from gem_core.train.paired import heed
 from gem_core.train.scoring import schema_as_json
+from gem_core.train.started import describe_again
 from gem_core.train.step import StepResult, settle, train_step
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from gem_core.spec import PairedSums
 from gem_core.train import folder
-from gem_core.train.compose import Run
+from gem_core.train.composed import Run
 
 
 def heed(run: Run, pairs: Tensor) -> str | None:

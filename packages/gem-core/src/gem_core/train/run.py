@@ -11,7 +11,8 @@ from gem_core.config.load import LoadedConfig, load_config
 from gem_core.plugins import host
 from gem_core.spec import CountsUnknownIds, Source
 from gem_core.train import folder
-from gem_core.train.compose import Run, compose
+from gem_core.train.compose import compose
+from gem_core.train.composed import Run
 from gem_core.train.evaluate import Evaluation
 from gem_core.train.loop import evaluate_now, train_epochs
 from gem_core.train.report import write_report
