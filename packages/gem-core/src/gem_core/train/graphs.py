@@ -8,12 +8,10 @@ updates, clipping and the optimiser stay outside.
 Two graphs for each capacity, forward and backward, share one pool of memory with those of the others: at any time one step uses it.
 """
 
-import math
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from statistics import mean, pstdev
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -23,13 +21,12 @@ from torch.autograd.function import once_differentiable
 from gem_core.batch import Batch
 from gem_core.config.schema import RunConfig
 from gem_core.spec import ChangingPrecision, HoldsWeights, Precision, Recordable, RequestError, Task
+from gem_core.train.capacities import Survey
 from gem_core.train.static_inputs import Extents, StaticInputs
 from gem_core.train.world import World
 
 SURVEYED = 32
 """Batches whose sizes are looked at before capacities are chosen."""
-SPREAD = 5.0
-"""The largest capacity holds batches that are by so many standard deviations larger than the mean of the surveyed ones."""
 T = TypeVar("T")
 LossOf = Callable[[Batch, Mapping[str, Tensor], Any], tuple[Tensor, Tensor]]
 """``(batch, embedded, scales [tasks]) -> loss, sums [tasks, 4]``."""
@@ -64,32 +61,6 @@ def not_recordable(precision: Precision) -> str | None:
     if isinstance(precision, Recordable):
         return precision.not_recordable()
     return "it changes with the step, or rounds weights between steps" if isinstance(precision, ChangingPrecision | HoldsWeights) else None
-
-
-def capacities(seen: Sequence[Mapping[str, int]], count: int, spread: float = SPREAD) -> list[dict[str, int]]:
-    """At most ``count`` capacities for batches of sizes like those ``seen``, each once, the smallest first.
-
-    The last holds every one of them, and ``spread`` standard deviations more than their mean. The others come of merging, time and again, the two
-    whose common capacity adds least.
-    """
-    names = list(seen[0])
-    groups = [[tuple(sizes[name] for name in names)] for sizes in seen]
-
-    def cover(members: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-        return tuple(map(max, zip(*members, strict=True)))
-
-    def waste(members: Sequence[tuple[int, ...]]) -> int:
-        return sum(sum(cover(members)) - sum(sizes) for sizes in members)
-
-    while len(groups) > max(1, count - 1):
-        pairs = [(i, j) for i in range(len(groups)) for j in range(i)]
-        i, j = min(pairs, key=lambda pair: waste(groups[pair[0]] + groups[pair[1]]) - waste(groups[pair[0]]) - waste(groups[pair[1]]))
-        groups[j] += groups.pop(i)
-    every = [sizes for members in groups for sizes in members]
-    wide = [math.ceil(mean(sizes) + spread * pstdev(sizes)) for sizes in zip(*every, strict=True)]
-    largest = cover([*every, tuple(wide)])
-    chosen = {largest} if count == 1 else {largest, *map(cover, groups)}
-    return [dict(zip(names, each, strict=True)) for each in sorted(chosen, key=sum)]
 
 
 class Recorder(Protocol):
@@ -232,7 +203,7 @@ class GraphedLoss:
         self._loss_of, self._context, self._parameters = loss_of, context, [p for p in parameters if p.requires_grad]
         self._extents, self._tasks, self._rows, self._count, self._accumulates = extents, tasks, rows, count, accumulates
         self._recorder = recorder
-        self._seen: list[dict[str, int]] = []
+        self._survey = Survey(extents)
         self._graphs: list[Recorded] = []
         self._needs = 0
         """Bytes that a batch computed as ever takes."""
@@ -254,13 +225,13 @@ class GraphedLoss:
         scales: ``[tasks]`` factors of the tasks' sums of losses.
         """
         sizes = self._extents.sizes(batch)
-        if not self.recorded and len(self._seen) >= SURVEYED and batch.rows == self._rows:
+        if not self.recorded and len(self._survey) >= SURVEYED and batch.rows == self._rows:
             self._record(batch, embedded)
         recorded = next((each for each in self._graphs if each.inputs.fits(sizes)), None)
         self._told["other" if recorded is None else "replayed"] += 1
         if recorded is None:
             if batch.rows == self._rows:
-                self._seen.append({name: sizes[name] for name in self._extents.names})
+                self._survey.add(batch, sizes)
             if self.recorded and free_bytes() < self._needs:
                 self._graphs = []
             return self._as_ever(batch, embedded, scales, sizes)
@@ -289,7 +260,7 @@ class GraphedLoss:
     def _record(self, batch: Batch, embedded: Mapping[str, Tensor]) -> None:
         """Record all capacities. All are warmed up before the first is recorded: the memory of the one is then free for the other."""
         self._needs = max(self._needs, used_bytes())
-        inputs = [StaticInputs(self._extents, self._tasks, self._rows, size, batch) for size in capacities(self._seen, self._count)]
+        inputs = [StaticInputs(self._extents, self._tasks, self._rows, size, batch) for size in self._survey.capacities(self._count)]
         found = [Recorded(each, embedded, self._loss_of, self._parameters, self._context) for each in inputs]
         for recorded in found:
             recorded.warm_up()

@@ -65,6 +65,10 @@ class Extents:
                 found[group.name] = next(iter((*others, *(batch.event_time[g] for g in (group.name,) if group.time)))).shape[0]
         return found
 
+    def lengths(self, batch: Batch, name: str) -> Tensor:
+        """``[rows]`` entries of each row, of one of ``names``."""
+        return (batch.event_offsets[name] if name in batch.event_offsets else batch.ids[name]).lengths()
+
     def parts(self, batch: Batch) -> Iterator[tuple[tuple[str, str], Tensor, str]]:
         """``(place, tensor, extent)`` of every tensor that a model or a loss reads, but for ids and offsets."""
         for field in ("labels", "masks", "weights", "dense"):
