@@ -1,6 +1,7 @@
 """The GEM model: its plan of work, its options, its counts."""
 
 import itertools
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
@@ -10,7 +11,7 @@ from pydantic import ValidationError
 
 from gem_core.model.gem import GemModel, GemOptions, Step, plan
 from gem_core.model.options import SequenceOptions
-from gem_core.spec import DataSchema, RequestError, SequenceFeature, Task
+from gem_core.spec import DataSchema, IdFeature, RequestError, SequenceFeature, Task
 
 LENGTHS = [[3, 2], [0, 1], [9, 5]]
 BASE: dict[str, Any] = {
@@ -167,6 +168,29 @@ class TestGroups:
         model.layers[0].steps[0].pool.register_forward_hook(lambda _m, _i, out: out[0].retain_grad() or seen.append(out[0]))
         kit.bce(model(batch, tables(batch.ids)), batch).backward()
         assert (seen[0].grad is not None and bool(seen[0].grad.any())) is links
+
+    def test_groups_that_know_the_same_candidate_share_their_sources(self, kit: ModuleType) -> None:
+        buys = SequenceFeature(name="buys", ids=(IdFeature(name="item", cardinality=20),), max_length=4)
+        data = replace(kit.FULL, sequences=(*kit.FULL.sequences, buys))
+        model, tables = kit.make_model(GemModel, data, options_with(layers=2))
+        item = model.features.names.index("item")
+        assert model.targets == [[item], [], [item]]
+        x: list[torch.Tensor] = []
+        sums: list[torch.Tensor] = []
+        seen: list[tuple[torch.Tensor, ...]] = []
+        model.features.register_forward_hook(lambda _m, _i, out: x.append(out))
+        for layer in model.layers:
+            layer.weight_gen.register_forward_hook(lambda _m, _i, out: sums.append(out))
+            for step in layer.steps:
+                step.register_forward_pre_hook(lambda _m, inputs: seen.append(inputs[1:]))
+        batch = kit.make_batch(data, [[3, 2, 1], [0, 1, 4]])
+        model(batch, tables(batch.ids))
+        for x_sum, (clicks, views, last) in zip(sums, (seen[:3], seen[3:]), strict=True):
+            assert clicks[0] is last[0]
+            assert torch.equal(clicks[1], x[0][:, [item]])
+            assert torch.equal(clicks[0], torch.cat([x_sum, clicks[1]], dim=1))
+            assert torch.equal(views[0], x_sum)
+            assert views[1].shape == (2, 0, 8)
 
     @pytest.mark.parametrize("targets", [False, True])
     def test_candidate_reaches_the_pooling(self, kit: ModuleType, targets: bool) -> None:

@@ -86,7 +86,7 @@ def plan(layers: int, options: SequenceOptions, comp_skip: CompSkip) -> list[Ste
 
 
 class GroupStep(nn.Module):
-    """One layer's work on one group: ``S, X_sum, targets -> S, H``; H is None where the layer does not pool."""
+    """One layer's work on one group: ``S, sources, targets -> S, H``; H is None where it does not pool. Sources are X_sum, then the targets."""
 
     def __init__(self, step: Step, targets: int, longest: int, options: SequenceOptions, model: GemOptions) -> None:
         super().__init__()
@@ -96,8 +96,7 @@ class GroupStep(nn.Module):
         self.ask = TokenMix(model.x_sum, options.queries) if step.pool and options.queries else None
         self.dim = model.dim
 
-    def forward(self, events: Events, x_sum: Tensor, targets: Tensor) -> tuple[Events, Tensor | None]:
-        sources = torch.cat([x_sum, targets], dim=1)
+    def forward(self, events: Events, sources: Tensor, targets: Tensor) -> tuple[Events, Tensor | None]:
         if self.pffn is not None:
             events = events.holding(*self.pffn(events, sources))
         if self.attention is not None:
@@ -138,22 +137,24 @@ class GemLayer(nn.Module):
         tokens: tokens of X that it receives.
         seen: pooled tokens that it sees, links included.
         steps: what it does with each group.
+        kinds: which of the targets are each group's.
         options: the model's options.
     """
 
-    def __init__(self, tokens: int, seen: int, steps: Sequence[GroupStep], options: GemOptions) -> None:
+    def __init__(self, tokens: int, seen: int, steps: Sequence[GroupStep], kinds: Sequence[int], options: GemOptions) -> None:
         super().__init__()
         self.weight_gen = WeightGen(tokens, options.x_sum, options.dim)
         self.steps = nn.ModuleList(steps)
         size = (options.x_sum + seen + tokens, tokens, options.tokens, options.dim)
         self.ensemble = Ensemble(*size, options.experts, join=options.ensemble, partition=options.partition, dropout=options.dropout)
-        self.links = options.links
+        self.links, self.kinds = options.links, kinds
 
     def forward(self, state: State, targets: Sequence[Tensor]) -> State:
         x_sum = self.weight_gen(state.x)
+        sources = [torch.cat([x_sum, each], dim=1) for each in targets]  # once for groups of one kind: their gradients add up before they are parted
         events, pooled, links = [], [], list(state.links)
         for i, step in enumerate(self.steps):
-            group, found = step(state.events[i], x_sum, targets[i])
+            group, found = step(state.events[i], sources[self.kinds[i]], targets[self.kinds[i]])
             if found is not None and self.links and state.pooled:
                 links.append(state.pooled[i])
             events.append(group)
@@ -189,6 +190,7 @@ class GemModel(DenseModel):
         self.features = FeatureTokens(schema, self.tables(schema, options), options.features, options.dim)
         self.events = nn.ModuleList(EventTokens(g, options.features.embedding_dim, options.group(g.name)) for g in schema.sequences)
         self.targets = [target_tokens(schema, g, self.features.names) if options.targets else [] for g in schema.sequences]
+        self.distinct = [tokens for i, tokens in enumerate(self.targets) if self.targets.index(tokens) == i]
         self.layers = nn.ModuleList(self._layers())
         extra = self.features.numbers_width if options.head.numbers else 0
         self.heads = Heads(schema, options.tokens * options.dim + extra, options.head)
@@ -197,6 +199,7 @@ class GemModel(DenseModel):
         options, groups = self.options, self.schema.sequences
         plans = [plan(options.layers, options.group(group.name), options.comp_skip) for group in groups]
         tokens, pooled = self.features.count, [0] * len(groups)
+        kinds = [self.distinct.index(targets) for targets in self.targets]
         linked, layers = 0, []
         for layer in range(options.layers):
             steps = []
@@ -205,7 +208,7 @@ class GemModel(DenseModel):
                 if step.pool is not None:
                     linked, pooled[i] = linked + pooled[i], step.pool.tokens
                 steps.append(step)
-            layers.append(GemLayer(tokens, sum(pooled) + (linked if options.links else 0), steps, options))
+            layers.append(GemLayer(tokens, sum(pooled) + (linked if options.links else 0), steps, kinds, options))
             tokens = options.tokens
         return layers
 
@@ -221,7 +224,7 @@ class GemModel(DenseModel):
         described = self.features.described(batch)
         x = self.features(batch, embedded, described)
         x = x.to(compute_dtype(x))  # once: features are float32 in some recipes, and each expert would round them for itself, and widen its gradient
-        targets = [pick(x, tokens) for tokens in self.targets]
+        targets = [pick(x, tokens) for tokens in self.distinct]
         state = State(x, [group(batch, embedded) for group in self.events], [], [])
         for layer in self.layers:
             state = layer(state, targets)
