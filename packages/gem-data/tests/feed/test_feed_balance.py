@@ -296,7 +296,7 @@ def test_the_command_tells_the_mix_of_a_folder(kit: ModuleType, tmp_path: Path) 
     table = kit.make_table(300)
     kit.write_folder(tmp_path, {"train.parquet": table, "test.parquet": table})
     shown = run(str(tmp_path), "--rows", "32", "--train", "train.parquet")
-    for what in ("slowest over average - 1", "spread of label ctr", "spread of time (s)", "spread of price"):
+    for what in ("slowest over average - 1", "spread of label ctr", "spread of time (s)", "spread of price", "spread of entries of clicks"):
         assert what in shown
 
 

@@ -166,6 +166,20 @@ def test_balanced_batches_keep_their_sizes_and_rows(kit: ModuleType, folder: Pat
         assert spread[0] < spread[1] / 4
 
 
+def test_balanced_batches_are_even_in_each_history_and_multi_valued_id(kit: ModuleType, tmp_path: Path) -> None:
+    table = kit.make_table(2048)
+    kit.write_folder(tmp_path, {"train.parquet": table, "test.parquet": table.slice(0, 8)})
+
+    def spread(**options: Any) -> np.ndarray:
+        batches = list(kit.open_source(tmp_path, window=2048, **options).batches("train", batch_size=256, seed=2))
+        counts = np.array([[batch.ids[key].values.numel() for key in ("clicks.item", "carts.item", "tags")] for batch in batches])
+        return counts.std(0) / counts.mean(0)
+
+    plain, even = spread(), spread(balance="lpt")
+    assert (plain > 0.02).all()
+    assert (even < 0.002).all()
+
+
 def test_case_H16_batches_of_rows_in_order_gather_from_the_files_memory(kit: ModuleType) -> None:
     """Offsets and values of int64 lists, whole and sliced, are the tensors: nothing is copied until a batch is gathered."""
     column = pa.array([[1, 2], [], [3], [4, 5, 6]], pa.large_list(pa.int64())).slice(1)

@@ -111,7 +111,7 @@ def _still_needed(parts: Sequence[Part], rows: Ints) -> tuple[tuple[Part, ...], 
 
 
 def tell_mix(balance: str, columns: Mapping[str, Floats], plain: Sequence[Ints], batches: Sequence[Ints]) -> None:
-    """Log what balancing does to the cost, the labels and the times of the first batches."""
+    """Log what balancing does to the cost, the histories, the labels and the times of the first batches."""
     for name, values in columns.items():
         after, before = spread(values, batches), spread(values, plain)
         log.info("balance %s: spread of %s over the first %d batches %.4g, without balancing %.4g", balance, name, len(batches), after, before)
@@ -120,8 +120,8 @@ def tell_mix(balance: str, columns: Mapping[str, Floats], plain: Sequence[Ints],
 def mix_records(window: Window, cost: CostModel) -> list[dict[str, Any]]:
     """One record a quantity, with one figure for each way of balancing.
 
-    Quantities are the slowest batch (its cost over the average, less 1), rows of a batch, and the spread over batches of the mean cost, label rates,
-    numbers and time of their rows.
+    Quantities are the slowest batch (its cost over the average, less 1), rows of a batch, and the spread over batches of the mean cost, entries of
+    histories and of multi-valued ids, label rates, numbers and time of their rows.
     """
     columns = _mixed(cost, window.parts)
     ways: dict[str, list[Ints]] = {"none": window.plain(), "bbs": window.balanced("bbs", cost), "lpt": window.balanced("lpt", cost)}
@@ -143,6 +143,7 @@ def _mixed(cost: CostModel, parts: Sequence[Part]) -> dict[str, Floats]:
 
     def of(part: Part) -> dict[str, Floats]:
         columns: dict[str, Floats] = {"cost": cost.of(part.tokens, part.pairs)}
+        columns |= {f"entries of {name}": group.length.astype(np.float64) for name, group in part.lists.items()}
         columns |= {f"label {name}": c.astype(np.float64) for (role, name), c in part.scalars.items() if role == "label"}
         columns |= {name: c[:, 0].astype(np.float64) for (role, name), c in part.scalars.items() if role == "dense"}
         if ("row", "time") in part.scalars:
