@@ -32,6 +32,9 @@ class Shared:
     def permute(self, order: list[int]) -> "Shared":
         return Shared(self.data.permute(order))
 
+    def slice(self, start: int, length: int, dim: int) -> "Shared":
+        return Shared(self.data.narrow(dim, start, length))
+
     def store(self, x: torch.Tensor) -> None:
         assert self.data.shape == x.shape
         self.data.copy_(x)
@@ -128,6 +131,12 @@ class Pointer:
         self.data.view(-1)[self.offset[kept]] = x[kept]
 
 
+def _copy_numbers(buffer: Shared, pointer: Pointer, mask: torch.Tensor) -> None:
+    """Of the asynchronous copies of single numbers, which the barrier that they arrive at need not count here."""
+    buffer.data.zero_()
+    buffer.data[mask] = pointer.data.view(-1)[pointer.offset[mask]]
+
+
 def _specialise(parts: list[tuple[Callable[..., None], tuple[Any, ...]]], warps: list[int], registers: list[int]) -> None:
     errors: list[BaseException] = []
 
@@ -151,9 +160,11 @@ def _scalar(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor
 
 
 def _gl(program: int, programs: int) -> SimpleNamespace:
-    nothing = dict.fromkeys(("SliceLayout", "DotOperandLayout"), lambda *_, **__: None)
+    layouts = ("SliceLayout", "DotOperandLayout", "BlockedLayout", "SwizzledSharedLayout")
+    nothing = dict.fromkeys(layouts, lambda *_, **__: None)
     return SimpleNamespace(
-        **nothing, constexpr=object, float32=torch.float32, int64=torch.int64, warp_specialize=_specialise,
+        **nothing, NVMMASharedLayout=SimpleNamespace(get_default_for=lambda *_: None), constexpr=object, exp2=torch.exp2,
+        float32=torch.float32, int64=torch.int64, warp_specialize=_specialise,
         allocate_shared_memory=lambda dtype, shape, layout=None: Shared(torch.full(shape, float("nan"), dtype=dtype)),
         arange=lambda a, b, layout: torch.arange(a, b), zeros=lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype),
         where=lambda c, a, b: torch.where(torch.as_tensor(c), torch.as_tensor(a), torch.as_tensor(b)), minimum=_scalar(torch.minimum),
@@ -181,6 +192,7 @@ def emulate(kernel: Any, modules: list[Any], programs: int, replaced: dict[str, 
                 expect=lambda b, n: b.step(1, n),
             ),
             "tma": SimpleNamespace(async_copy_global_to_shared=_copy_in, async_copy_shared_to_global=_copy_out, store_wait=lambda n: None),
+            "async_copy": SimpleNamespace(async_copy_global_to_shared=_copy_numbers, mbarrier_arrive=lambda barrier: None),
         }  # fmt: skip
         names |= replaced
         for module in modules:

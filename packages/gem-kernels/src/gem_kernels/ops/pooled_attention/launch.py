@@ -40,8 +40,8 @@ def pooled_attention(seeds: Tensor, k: Tensor, v: Tensor, k_offsets: Tensor, *, 
 
 
 def attend(seeds: Tensor, k: Tensor, v: Tensor, k_offsets: Tensor, *, max_k: int, scale: float | None, hopper: bool) -> Tensor:
-    """As ``pooled_attention``; ``hopper``: the forward pass is that of ``pooled_attention.hopper``, the gradients are those of this module all the
-    same."""
+    """As ``pooled_attention``; ``hopper``: the forward pass is that of ``pooled_attention.hopper``, and so are the gradients where its ``one_pass``
+    says so; else they are those of this module."""
     out: Tensor = _op(seeds, k, v, k_offsets, max_k, seeds.shape[-1] ** -0.5 if scale is None else float(scale), hopper)[0]
     return out
 
@@ -54,6 +54,11 @@ def _kernels() -> Any:
 @cache
 def _hopper() -> Any:
     return import_module("gem_kernels.ops.pooled_attention.hopper")
+
+
+@cache
+def _hopper_launch() -> Any:
+    return import_module("gem_kernels.ops.pooled_attention.hopper_launch")
 
 
 class Inputs(NamedTuple):
@@ -115,7 +120,8 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, max_k: int, scale
     call = Inputs(q, k, v, offsets, max_k, scale).made_readable()
     rows, seeds, heads, v_dim = call.shape
     if call.nothing_to_do():
-        return q.new_zeros(call.shape), q.new_zeros(call.shape[:3], dtype=torch.float32)
+        out, lse = q.new_zeros(call.shape), q.new_zeros((heads, rows, seeds), dtype=torch.float32).permute(1, 2, 0)
+        return out, lse if hopper else lse.contiguous()
     if hopper:
         found: tuple[Tensor, Tensor] = _hopper().forward(call)
         return found
@@ -135,18 +141,21 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, max_k: int, scale
 
 @torch.library.custom_op("gem_kernels::pooled_attention_grad", mutates_args=())
 def _grad(
-    dout: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, max_k: int, scale: float
+    dout: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, max_k: int, scale: float, hopper: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return _gradients(dout, out, lse, Inputs(q, k, v, offsets, max_k, scale), k.new_empty(k.shape), v.new_empty(v.shape))
+    return _gradients(dout, out, lse, Inputs(q, k, v, offsets, max_k, scale), hopper, k.new_empty(k.shape), v.new_empty(v.shape))
 
 
-def _gradients(dout: Tensor, out: Tensor, lse: Tensor, inputs: Inputs, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _gradients(dout: Tensor, out: Tensor, lse: Tensor, inputs: Inputs, hopper: bool, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of the seeds, of k and of v; the last two are written to ``dk`` and ``dv``."""
     call = inputs.made_readable()
     if call.nothing_to_do():
         return call.q.new_zeros(call.q.shape), dk.zero_(), dv.zero_()
     dout = dout.contiguous()
-    delta = _delta(dout, out.contiguous())
+    if hopper and _hopper().one_pass(call.q, call.k, call.v):
+        return _hopper_launch().grad(call, dout, lse, _delta(dout, out.contiguous(), lse), dk, dv), dk, dv
+    lse = lse.contiguous()
+    delta = _delta(dout, out.contiguous(), lse)
     shared: dict[str, Any] = {"dout": dout, "lse": lse, "delta": delta}
     block_m, block_n, _, stages = call.blocks()
     if fused(call):
@@ -158,13 +167,16 @@ def _gradients(dout: Tensor, out: Tensor, lse: Tensor, inputs: Inputs, dk: Tenso
     return _query_grad(call, block_m, shared), dk, dv
 
 
-def _delta(dout: Tensor, out: Tensor) -> Tensor:
-    """``rowsum(dout * out)``, float32 ``[rows, seeds, heads]``."""
-    delta = out.new_empty(out.shape[:-1], dtype=torch.float32)
+def _delta(dout: Tensor, out: Tensor, lse: Tensor) -> Tensor:
+    """``rowsum(dout * out)``, float32 ``[rows, seeds, heads]`` with the strides of ``lse``."""
+    delta = torch.empty_like(lse)
     rows, width = delta.numel(), out.shape[-1]
     block = host.block_width(width)
     height = max(1, DELTA_NUMBERS // block)
-    host.launch(_kernels().delta_kernel, out, -(-rows // height), dout=dout, out=out, delta=delta, rows=rows, V_DIM=width, BLOCK_V=block, ROWS=height)
+    host.launch(
+        _kernels().delta_kernel, out, -(-rows // height), dout=dout, out=out, delta=delta, rows=rows, heads=out.shape[2],
+        delta_token=delta.stride(1), delta_head=delta.stride(2), V_DIM=width, BLOCK_V=block, ROWS=height,
+    )  # fmt: skip
     return delta
 
 
@@ -214,9 +226,10 @@ def _query_grad(call: Inputs, block_m: int, shared: dict[str, Any]) -> Tensor:
 
 
 @_forward.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    shape = (offsets.shape[0] - 1, q.shape[-3], q.shape[-2])
-    return q.new_empty((*shape, v.shape[-1])), q.new_empty(shape, dtype=torch.float32)
+def _(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, max_k: int, scale: float, hopper: bool) -> tuple[Tensor, Tensor]:
+    rows, seeds, heads = offsets.shape[0] - 1, q.shape[-3], q.shape[-2]
+    lse = q.new_empty((heads, rows, seeds), dtype=torch.float32).permute(1, 2, 0)
+    return q.new_empty((rows, seeds, heads, v.shape[-1])), lse if hopper else lse.contiguous()
 
 
 @_grad.register_fake
@@ -227,17 +240,18 @@ def _(dout: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, *
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     ctx.mark_non_differentiable(output[1])
     ctx.save_for_backward(*output, *inputs[:4])
-    ctx.settings = inputs[4:6]
+    ctx.settings = inputs[4:]
 
 
 def _backward(ctx: Any, dout: Tensor, dlse: Any) -> tuple[Tensor | None, ...]:
     out, lse, *tensors = ctx.saved_tensors
-    inputs = Inputs(*tensors, *ctx.settings)
+    *settings, hopper = ctx.settings
+    inputs = Inputs(*tensors, *settings)
     if unwatched((dout, out, lse, *tensors)):
         dk, dv = grad_memory(ctx.next_functions[1:3], (inputs.k, inputs.v))
-        grads = _gradients(dout, out, lse, inputs, dk, dv)
+        grads = _gradients(dout, out, lse, inputs, hopper, dk, dv)
     else:
-        grads = _grad(dout, out, lse, *inputs)
+        grads = _grad(dout, out, lse, *inputs, hopper)
     return (*grads, None, None, None, None)
 
 

@@ -1,0 +1,266 @@
+"""All gradients of ``pooled_attention`` in one pass on Hopper, where every row has seeds of its own: keys and values are read once, and a block takes
+five products.
+
+A program takes a row of one head after the other, longest rows first. ``GROUPS`` warpgroups share the row's ``64 GROUPS`` seeds, which stay in shared
+memory, while one warp copies blocks of as many keys past them. Each warpgroup makes the transposed scores of its 64 keys, whose gradients are whole
+after one block and leave at once; the slopes of the scores meet in shared memory, where each warpgroup takes those of its 64 seeds and adds their
+gradient in registers, a block late, beside the products of the next scores.
+
+The end of a row comes first, so that only the block before the loop hides what lies past it. Both gradients leave through the memory of the values.
+"""
+
+# Kernels are compiled from their source: they carry no types, read records whole, and count in loops as the compiler can.
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+# ruff: noqa: RUF059
+
+from gem_kernels.common.hopper.gluon import (
+    async_copy,
+    fence_async_shared,
+    gl,
+    gluon,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_init,
+    warpgroup_mma_wait,
+)
+from gem_kernels.common.hopper.language import accumulator, barriers, copies, load, store
+
+HALF = gl.constexpr(64)
+"""Keys of a block, and seeds, of one warpgroup."""
+
+
+@gluon.jit
+def _read_row(records, item, heads):
+    """Of an item's row: its number, its first key, keys used and keys."""
+    base = records + item // heads * 8
+    return gl.load(base), gl.load(base + 5), gl.load(base + 6), gl.load(base + 7)
+
+
+@gluon.jit
+def _produce(
+    q_desc, do_desc, k_desc, v_desc, lse, delta, records, total, heads, seeds, q_head, k_head, v_head, lse_token, lse_head,
+    qs, dos, ks, vs, sums, deltas, q_full, q_free, k_full, k_free, v_full, v_free, D: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    SIZE: gl.constexpr = HALF * GROUPS
+    lanes = gl.arange(0, SIZE, gl.BlockedLayout([1], [32], [1], [0]))
+    copied = 0
+    rows = 0
+    upcoming = _read_row(records, gl.program_id(0), heads)
+    for item in range(gl.program_id(0), total, gl.num_programs(0)):
+        head = item % heads
+        row, start, used, length = upcoming
+        upcoming = _read_row(records, gl.minimum(item + gl.num_programs(0), total - 1), heads)
+        n = copies(0, used, SIZE)
+        if n > 0:
+            mbarrier.wait(q_free.index(0), (rows & 1) ^ 1)
+            # Zeros past the last seed: with q and dout zero there, any finite statistic will do.
+            statistic = row.to(gl.int64) * seeds * lse_token + head * lse_head
+            async_copy.async_copy_global_to_shared(sums, lse + statistic + lanes * lse_token, mask=lanes < seeds)
+            async_copy.async_copy_global_to_shared(deltas, delta + statistic + lanes * lse_token, mask=lanes < seeds)
+            async_copy.mbarrier_arrive(q_full.index(0))
+            mbarrier.expect(q_full.index(0), q_desc.block_type.nbytes + do_desc.block_type.nbytes)
+            load(q_desc, row * seeds, seeds, 0, head * q_head, q_full.index(0), qs.index(0))
+            load(do_desc, row * seeds, seeds, 0, head * D, q_full.index(0), dos.index(0))
+            rows += 1
+        for j in range(n):
+            stage = copied % STAGES
+            phase = (copied // STAGES) & 1
+            first = (n - 1 - j) * SIZE
+            mbarrier.wait(k_free.index(stage), phase ^ 1)
+            mbarrier.expect(k_full.index(stage), GROUPS * k_desc.block_type.nbytes)
+            for w in gl.static_range(GROUPS):
+                load(k_desc, start, used, first + w * HALF, head * k_head, k_full.index(stage), ks.index(stage * GROUPS + w))
+            mbarrier.wait(v_free.index(stage), phase ^ 1)
+            mbarrier.expect(v_full.index(stage), GROUPS * v_desc.block_type.nbytes)
+            for w in gl.static_range(GROUPS):
+                load(v_desc, start, used, first + w * HALF, head * v_head, v_full.index(stage), vs.index(stage * GROUPS + w))
+            copied += 1
+
+
+@gluon.jit
+def _scores(ks, vs, q_tile, do_tile, k_full, v_full, nothing, block, W: gl.constexpr, D: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr):
+    """Start the products of a warpgroup's keys with the seeds, and of its values with their upstream gradient."""
+    stage = block % STAGES
+    phase = (block // STAGES) & 1
+    mbarrier.wait(k_full.index(stage), phase)
+    s = warpgroup_mma(ks.index(stage * GROUPS + W).reshape([HALF, D]), q_tile.permute([1, 0]), nothing, use_acc=False, is_async=True)
+    mbarrier.wait(v_full.index(stage), phase)
+    dp = warpgroup_mma(vs.index(stage * GROUPS + W).reshape([HALF, D]), do_tile.permute([1, 0]), nothing, use_acc=False, is_async=True)
+    return s, dp
+
+
+@gluon.jit
+def _add(acc, dss, ks, ds_full, block, W: gl.constexpr, D: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr):
+    """Start adding what a block of keys gives to the gradient of a warpgroup's seeds."""
+    mbarrier.wait(ds_full.index(0), block & 1)
+    for w in gl.static_range(GROUPS):
+        slopes = dss.index(w).slice(W * HALF, HALF, dim=1).permute([1, 0])
+        acc = warpgroup_mma(slopes, ks.index(block % STAGES * GROUPS + w).reshape([HALF, D]), acc, is_async=True)
+    return acc
+
+
+@gluon.jit
+def _leave(
+    ds, dv, dk_desc, dv_desc, dss, vs, q_tile, empty, factor, ds_free, ds_full, start, used, first, column, block,
+    W: gl.constexpr, D: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Hand on the slopes of a block, and write the gradients of a warpgroup's keys and values; that of the values is being made."""
+    mbarrier.wait(ds_free.index(0), (block & 1) ^ 1)
+    dss.index(W).store(ds)
+    fence_async_shared()
+    mbarrier.arrive(ds_full.index(0), count=1)
+    buffer = vs.index(block % STAGES * GROUPS + W)
+    slopes = gl.convert_layout(ds, gl.DotOperandLayout(0, accumulator(D), 2))
+    dv = warpgroup_mma_wait(0, deps=[dv])
+    buffer.reshape([HALF, D]).store(dv.to(vs.dtype))
+    fence_async_shared()
+    store(dv_desc, start, used, first + W * HALF, column, buffer)
+    dk = warpgroup_mma(slopes, q_tile, empty, use_acc=False, is_async=True)
+    dk = warpgroup_mma_wait(0, deps=[dk]) * factor
+    tma.store_wait(0)
+    buffer.reshape([HALF, D]).store(dk.to(vs.dtype))
+    fence_async_shared()
+    store(dk_desc, start, used, first + W * HALF, column, buffer)
+
+
+@gluon.jit
+def _zero(base, first, until, step, D: gl.constexpr, kind: gl.constexpr):
+    """Zeros in rows ``[first, until)`` of ``D`` numbers, ``step`` apart."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
+    row = gl.arange(0, 16, gl.SliceLayout(1, LAYOUT))
+    column = gl.arange(0, D, gl.SliceLayout(0, LAYOUT))
+    for i in range(first, until, 16):
+        at = (row + i).to(gl.int64) * step
+        gl.store(base + (at[:, None] + column[None, :]), gl.zeros([16, D], kind, LAYOUT), mask=(row + i < until)[:, None])
+
+
+@gluon.jit
+def _consume(
+    dq_desc, dk_desc, dv_desc, dq, dk, dv, records, total, heads, rows, seeds, tokens, dk_token, dv_token, scale, factor,
+    qs, dos, ks, vs, dss, sums, deltas, q_full, q_free, k_full, k_free, v_full, v_free, ds_full, ds_free,
+    W: gl.constexpr, D: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    SIZE: gl.constexpr = HALF * GROUPS
+    SCORES: gl.constexpr = accumulator(SIZE)
+    COLUMNS: gl.constexpr = gl.SliceLayout(0, SCORES)
+    OUT: gl.constexpr = accumulator(D)
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
+    kind: gl.constexpr = qs.dtype
+    lanes = gl.arange(0, HALF, gl.SliceLayout(1, SCORES))
+    nothing = gl.zeros([HALF, SIZE], gl.float32, SCORES)
+    empty = gl.zeros([HALF, D], gl.float32, OUT)
+    q_tile = qs.index(0).reshape([SIZE, D])
+    do_tile = dos.index(0).reshape([SIZE, D])
+    block = 0
+    found = 0
+    upcoming = _read_row(records, gl.program_id(0), heads)
+    for item in range(gl.program_id(0), total, gl.num_programs(0)):
+        head = item % heads
+        row, start, used, length = upcoming
+        upcoming = _read_row(records, gl.minimum(item + gl.num_programs(0), total - 1), heads)
+        n = copies(0, used, SIZE)
+        if n > 0:
+            mbarrier.wait(q_full.index(0), found & 1)
+            found += 1
+            s, dp = _scores(ks, vs, q_tile, do_tile, k_full, v_full, nothing, block, W, D, GROUPS, STAGES)
+            first = (n - 1) * SIZE
+            s = warpgroup_mma_wait(1, deps=[s])
+            s = gl.where((lanes + (first + W * HALF) < used)[:, None], s * scale, float("-inf"))
+            p = gl.exp2(s - sums.load(COLUMNS)[None, :])
+            dv_acc = warpgroup_mma(gl.convert_layout(p.to(kind), OPERAND), do_tile, empty, use_acc=False, is_async=True)
+            dp = warpgroup_mma_wait(1, deps=[dp])
+            ds = (p * (dp - deltas.load(COLUMNS)[None, :])).to(kind)
+            _leave(ds, dv_acc, dk_desc, dv_desc, dss, vs, q_tile, empty, factor, ds_free, ds_full, start, used, first, head * D, block,
+                   W, D, GROUPS, STAGES)  # fmt: skip
+            acc = warpgroup_mma_init(empty)
+            for _ in range(1, n):
+                block += 1
+                first -= SIZE
+                s, dp = _scores(ks, vs, q_tile, do_tile, k_full, v_full, nothing, block, W, D, GROUPS, STAGES)
+                acc = _add(acc, dss, ks, ds_full, block - 1, W, D, GROUPS, STAGES)
+                s = warpgroup_mma_wait(1 + GROUPS, deps=[s])
+                p = gl.exp2(s * scale - sums.load(COLUMNS)[None, :])
+                dp = warpgroup_mma_wait(GROUPS, deps=[dp])
+                tma.store_wait(0)
+                mbarrier.arrive(v_free.index((block - 1) % STAGES), count=1)
+                ds = (p * (dp - deltas.load(COLUMNS)[None, :])).to(kind)
+                dv_acc = warpgroup_mma(gl.convert_layout(p.to(kind), OPERAND), do_tile, empty, use_acc=False, is_async=True)
+                acc = warpgroup_mma_init(warpgroup_mma_wait(1, deps=[acc]))
+                mbarrier.arrive(k_free.index((block - 1) % STAGES), count=1)
+                mbarrier.arrive(ds_free.index(0), count=1)
+                _leave(ds, dv_acc, dk_desc, dv_desc, dss, vs, q_tile, empty, factor, ds_free, ds_full, start, used, first, head * D, block,
+                       W, D, GROUPS, STAGES)  # fmt: skip
+            mbarrier.arrive(q_free.index(0), count=1)
+            acc = _add(acc, dss, ks, ds_full, block, W, D, GROUPS, STAGES)
+            out = warpgroup_mma_wait(0, deps=[acc]) * factor
+            mbarrier.arrive(k_free.index(block % STAGES), count=1)
+            mbarrier.arrive(ds_free.index(0), count=1)
+            tma.store_wait(0)
+            buffer = vs.index(block % STAGES * GROUPS + W)
+            buffer.reshape([HALF, D]).store(out.to(kind))
+            fence_async_shared()
+            store(dq_desc, row * seeds, seeds, W * HALF, head * D, buffer)
+            tma.store_wait(0)
+            mbarrier.arrive(v_free.index(block % STAGES), count=1)
+            block += 1
+        if W == 0:
+            column = head * D
+            if n == 0:
+                _zero(dq + row.to(gl.int64) * seeds * heads * D + column, 0, seeds, heads * D, D, kind)
+            # What lies after the last row belongs to it.
+            end = gl.where(row == rows - 1, tokens - start, length)
+            _zero(dk + start.to(gl.int64) * dk_token + column, used, end, dk_token, D, kind)
+            _zero(dv + start.to(gl.int64) * dv_token + column, used, end, dv_token, D, kind)
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["heads", "rows", "seeds", "tokens", "lse_token", "lse_head"])
+def grad_kernel(
+    q_desc, do_desc, k_desc, v_desc, dq_desc, dk_desc, dv_desc, dq, dk, dv, lse, delta, records, count, heads, rows, seeds, tokens,
+    lse_token, lse_head, q_head, k_head, v_head, dk_token, dv_token, scale, factor, D: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """``lse`` and ``delta``: of a seed ``token`` apart, of a head ``lse_head``. ``scale`` is that of scores times log2 e, ``factor`` that of sums."""
+    SIZE: gl.constexpr = HALF * GROUPS
+    statistics: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    meeting: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALF, SIZE], q_desc.dtype)
+    qs = gl.allocate_shared_memory(q_desc.dtype, [1, 1, 1, SIZE, D], q_desc.layout)
+    dos = gl.allocate_shared_memory(do_desc.dtype, [1, 1, 1, SIZE, D], do_desc.layout)
+    ks = gl.allocate_shared_memory(k_desc.dtype, [STAGES * GROUPS, 1, 1, HALF, D], k_desc.layout)
+    vs = gl.allocate_shared_memory(v_desc.dtype, [STAGES * GROUPS, 1, 1, HALF, D], v_desc.layout)
+    dss = gl.allocate_shared_memory(q_desc.dtype, [GROUPS, HALF, SIZE], meeting)
+    sums = gl.allocate_shared_memory(gl.float32, [SIZE], statistics)
+    deltas = gl.allocate_shared_memory(gl.float32, [SIZE], statistics)
+    q_full, q_free = barriers(1, 1), barriers(1, GROUPS)
+    k_full, k_free = barriers(STAGES, 1), barriers(STAGES, GROUPS)
+    v_full, v_free = barriers(STAGES, 1), barriers(STAGES, GROUPS)
+    ds_full, ds_free = barriers(1, GROUPS), barriers(1, GROUPS)
+    fence_async_shared()
+    total = gl.load(count) * heads
+    if GROUPS == 2:
+        gl.warp_specialize(
+            [
+                (_consume, (dq_desc, dk_desc, dv_desc, dq, dk, dv, records, total, heads, rows, seeds, tokens, dk_token, dv_token, scale, factor,
+                            qs, dos, ks, vs, dss, sums, deltas, q_full, q_free, k_full, k_free, v_full, v_free, ds_full, ds_free,
+                            0, D, GROUPS, STAGES)),
+                (_consume, (dq_desc, dk_desc, dv_desc, dq, dk, dv, records, total, heads, rows, seeds, tokens, dk_token, dv_token, scale, factor,
+                            qs, dos, ks, vs, dss, sums, deltas, q_full, q_free, k_full, k_free, v_full, v_free, ds_full, ds_free,
+                            1, D, GROUPS, STAGES)),
+                (_produce, (q_desc, do_desc, k_desc, v_desc, lse, delta, records, total, heads, seeds, q_head, k_head, v_head, lse_token, lse_head,
+                            qs, dos, ks, vs, sums, deltas, q_full, q_free, k_full, k_free, v_full, v_free, D, GROUPS, STAGES)),
+            ],
+            [4, 1],
+            [240, 24],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (_consume, (dq_desc, dk_desc, dv_desc, dq, dk, dv, records, total, heads, rows, seeds, tokens, dk_token, dv_token, scale, factor,
+                            qs, dos, ks, vs, dss, sums, deltas, q_full, q_free, k_full, k_free, v_full, v_free, ds_full, ds_free,
+                            0, D, GROUPS, STAGES)),
+                (_produce, (q_desc, do_desc, k_desc, v_desc, lse, delta, records, total, heads, seeds, q_head, k_head, v_head, lse_token, lse_head,
+                            qs, dos, ks, vs, sums, deltas, q_full, q_free, k_full, k_free, v_full, v_free, D, GROUPS, STAGES)),
+            ],
+            [1],
+            [24],
+        )  # fmt: skip
