@@ -76,7 +76,7 @@ def shares(values: np.ndarray, batch: np.ndarray, batches: int) -> np.ndarray:
 
 def plain_lpt_by_group(cost: list[float], events: list[list[int]], sizes: list[int]) -> list[int]:
     """Lists of rows, costliest first; in each turn pairs of batches make the exchange that gains most; by loops."""
-    if len(sizes) < 2 or not sizes or not any(cost):
+    if len(sizes) < 2 or not any(cost):
         return plain_lpt(cost, sizes)
     columns = [column for column in (cost, *map(list, zip(*events, strict=True))) if any(column)]
     share = [[value * (len(sizes) / sum(column)) for value in column] for column in columns]
@@ -89,11 +89,11 @@ def plain_lpt_by_group(cost: list[float], events: list[list[int]], sizes: list[i
         order = sorted(range(len(sizes)), key=lambda b: load[turn % len(share)][b])
         for low, high in [(order[i], order[-1 - i]) for i in range(len(sizes) // 2)]:
             gap, best = [each[high] - each[low] for each in load], (0.0, -1)
-            for rank in range(min(sizes[low], sizes[high])):
-                step = [each[member[high][rank]] - each[member[low][rank]] for each in share]
+            for place in range(min(sizes[low], sizes[high])):
+                step = [each[member[high][place]] - each[member[low][place]] for each in share]
                 gain = sum(s * (g - s) for g, s in zip(gap, step, strict=True))
                 if gain > best[0] and abs(gap[0] - 2 * step[0]) <= max(abs(gap[0]), EVEN):
-                    best = (gain, rank)
+                    best = (gain, place)
             if best[1] >= 0:
                 mine, theirs = member[high][best[1]], member[low][best[1]]
                 member[high][best[1]], member[low][best[1]] = theirs, mine

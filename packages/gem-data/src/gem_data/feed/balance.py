@@ -100,11 +100,11 @@ def lpt(cost: Floats, sizes: Sequence[int]) -> Ints:
 def lpt_by_group(cost: Floats, events: Ints, sizes: Sequence[int]) -> Ints:
     """As ``lpt``, and as even in the events of each group of histories as the rows allow without batches of less even cost.
 
-    Two batches exchange the rows of one rank, which cost about the same: the exchange that brings their loads (cost and events, as shares of the
-    averages) nearest to each other by the sum of squares, unless it would part their costs, by more than ``EVEN``. All batches do so in pairs, the
-    one with the most of a load with the one with the least and so on inwards, for each load in turn.
+    Two batches exchange the rows of one place in their order of cost, which cost about the same: the exchange that brings their loads (cost and
+    events, as shares of the averages) nearest to each other by the sum of squares, unless it would part their costs, by more than ``EVEN``. All
+    batches do so in pairs, the one with the most of a load with the one with the least and so on inwards, for each load in turn.
 
-    Sums and products are taken one by one, in an order that no machine changes: ranks that deal out the same rows come to the same batches.
+    Costs that are whole numbers are dealt out alike by all machines, as ranks do that share out the same rows: nothing depends on an order of sums.
 
     Args:
         cost: ``[rows]``.
@@ -118,7 +118,7 @@ def lpt_by_group(cost: Floats, events: Ints, sizes: Sequence[int]) -> Ints:
     loads = [each * (len(sizes) / each.sum()) for each in (cost, *events.T) if each.any()]
     if len(sizes) < 2 or not loads:
         return batch
-    row = _by_rank(batch, cost, sizes)
+    row = _by_cost(batch, cost, sizes)
     there = row >= 0
     load: Floats = np.stack([np.bincount(batch, each, len(sizes)) for each in loads])
     part = np.stack(loads)[:, row]
@@ -127,37 +127,37 @@ def lpt_by_group(cost: Floats, events: Ints, sizes: Sequence[int]) -> Ints:
             break
         order = np.argsort(load[turn % len(loads)], kind="stable")
         low, high = order[: len(sizes) // 2], order[::-1][: len(sizes) // 2]
-        rank, gains = _best_exchange(load[:, high] - load[:, low], part[:, high] - part[:, low], there[high] & there[low])
-        rank, low, high = rank[gains], low[gains], high[gains]
-        moved = part[:, high, rank] - part[:, low, rank]
+        place, gains = _best_exchange(load[:, high] - load[:, low], part[:, high] - part[:, low], there[high] & there[low])
+        place, low, high = place[gains], low[gains], high[gains]
+        moved = part[:, high, place] - part[:, low, place]
         load[:, high] -= moved
         load[:, low] += moved
-        part[:, high, rank], part[:, low, rank] = part[:, low, rank], part[:, high, rank]
-        row[high, rank], row[low, rank] = row[low, rank], row[high, rank]
+        part[:, high, place], part[:, low, place] = part[:, low, place], part[:, high, place]
+        row[high, place], row[low, place] = row[low, place], row[high, place]
     batch[row[there]] = np.nonzero(there)[0]
     return batch
 
 
-def _by_rank(batch: Ints, cost: Floats, sizes: Sequence[int]) -> Ints:
-    """``[batches, ranks]``: the rows of each batch, the costliest first, and -1 after the last of them."""
-    place = np.arange(max(sizes)) < np.asarray(sizes)[:, None]
-    row = np.full(place.shape, -1)
-    row[place] = np.lexsort((-cost, batch))
+def _by_cost(batch: Ints, cost: Floats, sizes: Sequence[int]) -> Ints:
+    """``[batches, places]``: the rows of each batch, the costliest first, and -1 after the last of them."""
+    taken = np.arange(max(sizes)) < np.asarray(sizes)[:, None]
+    row = np.full(taken.shape, -1)
+    row[taken] = np.lexsort((-cost, batch))
     return row
 
 
 def _best_exchange(gap: Floats, step: Floats, both: NDArray[np.bool_]) -> tuple[Ints, NDArray[np.bool_]]:
-    """For pairs of batches, the rank whose rows they best exchange, and whether that gains anything.
+    """For pairs of batches, the place whose rows they best exchange, and whether that gains anything.
 
     Args:
         gap: ``[loads, pairs]`` how much more the first of a pair has; cost comes first.
-        step: ``[loads, pairs, ranks]`` the same of its row of a rank.
-        both: ``[pairs, ranks]`` whether both have such a row.
+        step: ``[loads, pairs, places]`` the same of its row of a place.
+        both: ``[pairs, places]`` whether both have such a row.
     """
-    # with x exchanged, the gap g becomes g - 2 x, and its square less by 4 x (g - x)
-    gain = sum(moved * (apart[:, None] - moved) for apart, moved in zip(gap, step, strict=True))
-    apart = np.maximum(np.abs(gap[0]), EVEN)[:, None]
-    gain = np.where(both & (np.abs(gap[0][:, None] - 2 * step[0]) <= apart), gain, 0.0)
+    # an exchange of rows that differ by x turns a gap g into g - 2 x, whose square is less by 4 x (g - x)
+    gain = sum(x * (g[:, None] - x) for g, x in zip(gap, step, strict=True))
+    cost = gap[0][:, None]
+    gain = np.where(both & (np.abs(cost - 2 * step[0]) <= np.maximum(np.abs(cost), EVEN)), gain, 0.0)
     best = gain.argmax(-1)
     return best, gain[np.arange(best.size), best] > 0
 
