@@ -48,8 +48,8 @@ def grad(inputs: Any, dout: Tensor, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
     _over_tiles(key_grad_kernel, inputs, **words, **written, **kept, slopes=slopes, BLOCK_M=block, BLOCK_N=TILE)
     if slopes is not None:
         _over_tiles(
-            query_product_kernel, inputs, **kept, slopes_desc=_ragged(slopes, HALF), k_desc=words["k_desc"], dq=dq, k_head=k.stride(1),
-            dq_token=dq.stride(0), D=q.shape[-1], tile=PRODUCT_TILE, BLOCK_M=PRODUCT_TILE, STAGES=IN_FLIGHT,
+            query_product_kernel, inputs, PRODUCT_TILE, **kept, slopes_desc=_ragged(slopes, HALF), k_desc=words["k_desc"], dq=dq, k_head=k.stride(1),
+            dq_token=dq.stride(0), D=q.shape[-1], BLOCK_M=PRODUCT_TILE, STAGES=IN_FLIGHT,
         )  # fmt: skip
 
 
@@ -79,7 +79,7 @@ def _words(inputs: Any, q: Tensor, k: Tensor, v: Tensor) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _over_tiles(kernel: Any, inputs: Any, tile: int = TILE, **arguments: Any) -> None:
+def _over_tiles(kernel: Any, inputs: Any, tile: int = TILE, /, **arguments: Any) -> None:
     """Launch one program on each SM over the tiles times the heads. Queries and keys have the same rows: one list serves all passes over scores."""
     tokens, heads = inputs.q.shape[:2]
     longest, device = inputs.max_length, inputs.q.device
