@@ -329,6 +329,14 @@ def test_pooling_on_hopper_is_compiled_whole_and_goes_the_way_of_the_gradients(s
     assert set(ways) == {way}
 
 
+@pytest.mark.parametrize("seeds", [5, 33])
+def test_scores_far_below_zero_leave_nothing_of_what_lies_past_the_end_of_a_row(seeds):
+    """There a score is zero, whose weight would overflow. 33 seeds take the kernels of a pass each."""
+    work = draw("pooled_attention", (70, 0, 33))
+    k = (work.arguments["k"].detach().abs() + 2).requires_grad_()
+    compare(changed(work, seeds=(-9.0 - torch.rand(seeds, 2, 16)).requires_grad_(), k=k))
+
+
 def test_both_ways_to_the_gradients_agree():
     work = draw("pooled_attention", (70, 0, 33, 64))
     one = results(kernel_of("pooled_attention"), work)
