@@ -116,6 +116,25 @@ def test_parts_of_a_row_stand_in_order(kit: ModuleType) -> None:
         torch.testing.assert_close(values[8 if order == "time" else 7], clicks[1])
 
 
+@pytest.mark.parametrize("bias", ["position", "time"])
+def test_events_of_one_group_are_not_copied_before_they_are_joined_with_the_rest(kit: ModuleType, bias: str) -> None:
+    """Those of two groups are: once for values, once for ages if they are read."""
+    model, tables = kit.make_model(HstuModel, kit.FULL, options_with(bias=bias))
+    batch = kit.make_batch(kit.FULL, [[3, 2], [0, 1]])
+    events = [group(batch, tables(batch.ids)) for group in model.events]
+    joined: list[int] = []
+    free = model.concat._public
+    model.concat._public = lambda parts, **options: joined.append(len(parts)) or free(parts, **options)
+    for group in events:
+        values, offsets, age = model._history([group])
+        assert values is group.values
+        assert torch.equal(offsets, group.offsets)
+        assert age is (group.age if bias == "time" else None)
+    assert not joined
+    model._history(events)
+    assert joined == [2] * (1 + (bias == "time"))
+
+
 def test_relative_bias_by_distance_and_time() -> None:
     torch.manual_seed(0)
     bias = RelativeBias(2, timed=True)
