@@ -98,6 +98,16 @@ def test_halves_add_up_to_the_norm_in_more_bits():
     assert_close(found[..., :24].double() + found[..., 24:].double(), exact, bound=2.0**-20)
 
 
+def test_ops_on_halves_are_registered_as_they_compute():
+    work = draw("pffn", (5, 0, 9), dtype=torch.float16)
+    tensors = [work.arguments[name].detach() for name in ("q0", "k", "v", "q_offsets")]
+    settings, ops = (9, "gelu_fast", 1.0, False, EPS, "triton"), torch.ops.gem_kernels
+    with FP16:
+        kept = ops.pffn(*tensors, *settings)
+        for op, given in ((ops.pffn, (*tensors, *settings)), (ops.pffn_grad, (*kept, True, True, *tensors, *settings))):
+            torch.library.opcheck(op.default, given, test_utils=("test_schema", "test_faketensor"))
+
+
 def test_heads_that_are_too_wide_for_two_halves_are_refused():
     with FP16, pytest.raises(KernelUnavailable, match="head size 136 is above 128"):
         draw("pffn", dim=136, dtype=torch.float16, activation="gelu_fast").call(kernel_of("pffn"))

@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from gem_core.spec import KernelRequest, KernelUnavailable
 from gem_core.testing import assert_close, choose, jagged_lengths, poisoned_memory
 from gem_kernels.common import launcher
-from gem_kernels.ops import host, limits
+from gem_kernels.ops import limits
 from gem_kernels.ops.gdpa.call import Call
 from gem_kernels.ops.pffn import launch
 
@@ -65,6 +65,7 @@ def test_what_is_kept_is_the_factor_and_the_mean_of_each_token():
     assert_close(stats[0], (flat.var(1, correction=0) + EPS).rsqrt(), bound=1e-6)
 
 
+@pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), 3e38])
 def test_values_that_are_no_numbers_show_where_they_are_used_and_nowhere_else(bad):
     """A token whose variance leaves float32 has factor 0 or none: it is not taken for an unused one, which gives zeros."""
@@ -87,10 +88,26 @@ def test_tokens_of_any_width_are_normed_whole(heads, dim):
 @pytest.mark.parametrize(("width", "rows", "warps"), [(2, 16, 1), (64, 16, 1), (72, 8, 1), (512, 2, 1), (1024, 1, 1), (1025, 1, 2), (8192, 1, 8)])
 def test_a_warp_holds_as_many_values_of_each_tensor_whatever_the_width(width, rows, warps, monkeypatch):
     seen = {}
-    monkeypatch.setattr(host, "launch", lambda kernel, like, tiles, **given: seen.update(given, tiles=tiles))
+    monkeypatch.setattr(launcher, "launch", lambda kernel, grid, device, given: seen.update(given))
     q0 = torch.empty(33, 1, width)
     launch._Inputs(q0, q0, q0, offsets_of([33]), 33, "gelu", 1.0, False, EPS, "triton").run("forward", torch.empty(2, 33))
     assert (seen["ROWS"], seen["num_warps"], seen["tiles"]) == (rows, warps, -(-33 // rows))
+
+
+@pytest.mark.parametrize(("width", "resident"), [(64, 32), (1500, 16), (8192, 4)])
+def test_with_reserved_multiprocessors_the_others_are_still_full_and_nothing_changes(width, resident, monkeypatch):
+    asked = []
+
+    def few(tiles, programs, device):
+        asked.append(programs)
+        return 1
+
+    q0 = torch.randn(35, 1, width)
+    call = launch._Inputs(q0, q0, q0, offsets_of([30]), 29, "gelu", 1.0, False, EPS, "triton")
+    wanted = call.norm()
+    monkeypatch.setattr(launch, "programs", few)
+    assert all(torch.equal(a, b) for a, b in zip(call.norm(), wanted, strict=True))
+    assert asked == [resident]
 
 
 def test_gradients_of_a_strided_result_are_right():

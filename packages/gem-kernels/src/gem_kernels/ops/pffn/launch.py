@@ -13,6 +13,8 @@ from torch.utils.flop_counter import register_flop_formula
 
 from gem_core.ops.pffn import flops
 from gem_core.spec import KernelUnavailable
+from gem_kernels.common import launcher
+from gem_kernels.common.schedule import programs
 from gem_kernels.ops import host
 from gem_kernels.ops.direct import differentiable, direct
 from gem_kernels.ops.gdpa.call import Call
@@ -25,6 +27,8 @@ HALVED = (torch.bfloat16,)
 there the queries are the sum of two tensors of the dtype, side by side, and the keys are seen twice."""
 WARP = 1024
 """Values that a warp holds of each tensor, 32 a thread: rows of up to so many are summed without a word to other warps."""
+RESIDENT_WARPS = 32
+"""Of an SM, by the registers of the kernels; they only size the grid when SMs are reserved."""
 
 
 def pffn(q0: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, **options: Any) -> Tensor:
@@ -88,8 +92,8 @@ class _Inputs(NamedTuple):
         tokens, heads, dim = self.q0.shape
         return tokens, heads, 2 * dim if self.halved else dim
 
-    def check(self) -> None:
-        """Refuse what the kernels do not take, before any of them runs."""
+    def checked(self) -> "_Inputs":
+        """The call with q0 as the kernels step over it; what they do not take is refused before any of them runs."""
         asked, (_, heads, dim) = f"pffn with backend {self.backend!r}", self.q0.shape
         limit = MAX_HOPPER_WIDTH if self.backend == "gluon" else MAX_WIDTH
         if self.halved and dim > limit // 2:
@@ -98,6 +102,7 @@ class _Inputs(NamedTuple):
         host.check_call("pffn", self.q0, (self.k, self.v), width=dim, limit=limit)
         if heads * dim > MAX_NORM_WIDTH:
             raise KernelUnavailable(asked, f"tokens of {heads * dim} are above {MAX_NORM_WIDTH}", "Use backend='reference'.")
+        return self._replace(q0=self.q0.contiguous())
 
     def norm(self) -> tuple[Tensor, Tensor]:
         """Normed queries, and two numbers a token, float32 ``[2, tokens]``."""
@@ -119,15 +124,18 @@ class _Inputs(NamedTuple):
 
     def run(self, kernel: str, stats: Tensor, **arguments: Any) -> None:
         """Launch a kernel over all tokens."""
-        tokens, width = self.q0.shape[0], self.q0.shape[1] * self.q0.shape[2]
+        (tokens, heads, dim), device = self.q0.shape, self.q0.device
         if tokens == 0:
             return
-        block = host.block_width(width)
+        block = host.block_width(heads * dim)
         rows = max(1, min(16, WARP // block))
-        host.launch(
-            getattr(_kernels(), f"{kernel}_kernel"), self.q0, -(-tokens // rows), q0=self.q0.contiguous(), stats=stats, total=tokens, WIDTH=width,
-            ROWS=rows, BLOCK=block, num_warps=max(1, rows * block // WARP), **arguments,
-        )  # fmt: skip
+        warps, tiles = max(1, rows * block // WARP), -(-tokens // rows)
+        grid = min(programs(tiles, max(1, RESIDENT_WARPS // warps), device), host.MAX_GRID)
+        given = {
+            "q0": self.q0, "stats": stats, "total": tokens, "tiles": tiles, "WIDTH": heads * dim, "ROWS": rows, "BLOCK": block,
+            "num_warps": warps,
+        }  # fmt: skip
+        launcher.launch(getattr(_kernels(), f"{kernel}_kernel"), grid, device, {**given, **arguments})
 
 
 @torch.library.custom_op("gem_kernels::pffn", mutates_args=())
@@ -144,8 +152,7 @@ def _forward(
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The result, and what the gradients need: normed queries, what they attend to, and the numbers of ``norm``."""
-    call = _Inputs(q0, k, v, offsets, max_q, activation, scale, scale_after, eps, backend)
-    call.check()
+    call = _Inputs(q0, k, v, offsets, max_q, activation, scale, scale_after, eps, backend).checked()
     ln, stats = call.norm()
     o = call.attention(ln).forward()
     out = q0.new_empty(q0.shape)
@@ -173,7 +180,7 @@ def _grad(
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q0, k and v; empty ones where they are not asked for."""
-    call = _Inputs(q0, k, v, offsets, max_q, activation, scale, scale_after, eps, backend)
+    call = _Inputs(q0.contiguous(), k, v, offsets, max_q, activation, scale, scale_after, eps, backend)
     dy, dz, attention = dy.contiguous(), q0.new_empty(q0.shape), call.attention(ln)
     call.run("backward", stats, o=o, dy=dy, dz=dz, eps=eps)
     dim, dk, dv = q0.shape[2], k.new_empty(0), v.new_empty(0)
