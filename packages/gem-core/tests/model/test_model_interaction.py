@@ -1,5 +1,6 @@
 """Pooling, interaction experts and heads, against their formulas and hand counts."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 from types import ModuleType
 from typing import Any
@@ -17,6 +18,8 @@ from gem_core.model.layers import AddNorm, Mlp, NormLinear, TokenMix, compact, l
 from gem_core.model.options import CrossOptions, DeepOptions, HeadOptions, LinearOptions, SequenceOptions, WukongOptions
 from gem_core.model.pooling import Asked, SeedPooling, SumKronLinear
 from gem_core.model.sequence import Events, PersonalFfn, SelfAttention
+from gem_core.ops.gated_residual import reference as gated_residual_reference
+from gem_core.select.policy import use
 from gem_core.spec import RequestError
 
 LENGTHS = [3, 0, 5, 1]
@@ -189,6 +192,35 @@ class TestExperts:
             z = x0 * (z @ down.weight.t() @ up.weight.t() + up.bias) + z  # type: ignore[operator, union-attr]
         torch.testing.assert_close(expert(x), torch.einsum("ot,btd->bod", expert.mix.weight, z.view(2, 3, 4)))
         assert expert.flops(1) == 2 * (2 * 2 * 12 * 5 + 3 * 2 * 4)
+
+    @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+    def test_a_compiled_cross_against_its_kernel(self, dtype: torch.dtype) -> None:
+        """By inductor, whose element-by-element code rounds once as the op does."""
+        expert, x = CrossExpert(3, 2, 8, CrossOptions(depth=2, rank=5)).to(dtype), torch.randn(5, 3, 8, dtype=dtype, requires_grad=True)
+        expert.cross.bind(gated_residual_reference)
+        compiled: Any = torch.compile(expert, fullgraph=True)
+        inputs, upstream = (x, *expert.parameters()), torch.randn(5, 2, 8, dtype=dtype)
+        tolerance = 2e-2 if dtype is torch.bfloat16 else 1e-12
+        mine, want = ((out, *torch.autograd.grad(out, inputs, upstream)) for out in (compiled(x), expert(x)))
+        for found, plain in zip(mine, want):
+            assert found.dtype is dtype
+            assert float((found - plain).detach().norm()) <= tolerance * float(plain.detach().norm())
+
+    @pytest.mark.parametrize(("how", "fuses"), [("policy", True), ("name", False), ("recipe", False)])
+    def test_a_named_kernel_is_called_in_compiled_blocks_too(self, how: str, fuses: bool) -> None:
+        expert, x = CrossExpert(3, 2, 4, CrossOptions(depth=2, rank=5)), torch.randn(5, 3, 4)
+        called: list[Tensor] = []
+
+        def kernel(x: Tensor, gate: Tensor, residual: Tensor) -> Tensor:
+            called.append(x)
+            return gated_residual_reference(x, gate, residual)
+
+        expert.cross.asked = "reference" if how == "recipe" else None
+        with use(gated_residual="reference") if how == "name" else nullcontext():
+            expert.cross.bind(kernel, "reference")
+        found: Any = torch.compile(expert, backend="eager")(x)
+        assert len(called) == (0 if fuses else 2)
+        assert torch.equal(found, expert(x))
 
     def test_deep_and_linear(self) -> None:
         x = torch.randn(2, 3, 4)

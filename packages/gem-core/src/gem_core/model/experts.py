@@ -3,7 +3,7 @@
 Every expert maps ``[rows, tokens_in, dim] -> [rows, tokens_out, dim]`` and counts its FLOPs for a number of rows.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -13,6 +13,7 @@ from gem_core.model.layers import AddNorm, Mlp, TokenMix, compute_dtype, lay_out
 from gem_core.model.options import CrossOptions, DeepOptions, LinearOptions, WukongOptions
 from gem_core.ops.products import linear_flops, own_flops
 from gem_core.ops.slot import KernelSlot
+from gem_core.select.policy import named_backend
 from gem_core.spec.errors import RequestError
 
 
@@ -99,6 +100,28 @@ class WukongExpert(Expert):
         return own_flops(self, rows * pairs) + self.mlp.flops(rows) + linear
 
 
+class GatedResidual(KernelSlot):
+    """The slot of ``gated_residual``, which a compiled block computes itself unless its backend is named.
+
+    The op is element by element: a compiler fuses it with its neighbours, and sums its gradients as it makes them, where it would write what a kernel
+    that it does not look into reads, and read what that one writes.
+    """
+
+    def __init__(self) -> None:
+        super().__init__("gated_residual")
+        self.fuses = False
+
+    def bind(self, kernel: Callable[..., Any], backend: str = "bound") -> None:
+        super().bind(kernel, backend)
+        self.fuses = self.asked is None and named_backend(self.op)[0] is None
+
+    def __call__(self, x: Tensor, gate: Tensor, residual: Tensor) -> Tensor:
+        if torch.compiler.is_compiling() and self.fuses:
+            return gate * x + residual  # in the dtype of x, which a compiler computes in float32 and rounds once
+        out: Tensor = super().__call__(x, gate, residual)
+        return out
+
+
 class CrossExpert(Expert):
     """Low-rank DCN v2 (arXiv 2008.13535) on the flattened tokens, ``x_{l+1} = x_0 * (U V x_l + b) + x_l``, then a map of tokens."""
 
@@ -109,7 +132,7 @@ class CrossExpert(Expert):
         self.up = nn.ModuleList(nn.Linear(options.rank, width) for _ in range(options.depth))
         self.mix = TokenMix(tokens_in, tokens_out)
         self.dropout = nn.Dropout(options.dropout)
-        self.cross = KernelSlot("gated_residual")
+        self.cross = GatedResidual()
 
     def forward(self, x: Tensor) -> Tensor:
         first = crossed = x.flatten(1)
