@@ -164,6 +164,7 @@ def _gl(program: int, programs: int) -> SimpleNamespace:
     nothing = dict.fromkeys(layouts, lambda *_, **__: None)
     return SimpleNamespace(
         **nothing, NVMMASharedLayout=SimpleNamespace(get_default_for=lambda *_: None), constexpr=object, exp2=torch.exp2,
+        sum=lambda x, axis: x.sum(axis),
         float32=torch.float32, int64=torch.int64, warp_specialize=_specialise,
         allocate_shared_memory=lambda dtype, shape, layout=None: Shared(torch.full(shape, float("nan"), dtype=dtype)),
         arange=lambda a, b, layout: torch.arange(a, b), zeros=lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype),

@@ -39,8 +39,8 @@ def _read_row(records, item, heads):
 
 @gluon.jit
 def _produce(
-    q_desc, do_desc, k_desc, v_desc, lse, delta, records, total, heads, seeds, q_head, k_head, v_head, lse_token, lse_head,
-    qs, dos, ks, vs, sums, deltas, q_full, q_free, k_full, k_free, v_full, v_free, D: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr,
+    q_desc, do_desc, o_half, do_half, k_desc, v_desc, lse, records, total, heads, seeds, q_head, k_head, v_head, lse_token, lse_head,
+    qs, dos, ks, vs, sums, q_full, q_free, k_full, k_free, v_full, v_free, D: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     SIZE: gl.constexpr = HALF * GROUPS
     lanes = gl.arange(0, SIZE, gl.BlockedLayout([1], [32], [1], [0]))
@@ -53,11 +53,20 @@ def _produce(
         upcoming = _read_row(records, gl.minimum(item + gl.num_programs(0), total - 1), heads)
         n = copies(0, used, SIZE)
         if n > 0:
+            stage = copied % STAGES
+            phase = (copied // STAGES) & 1
+            mbarrier.wait(k_free.index(stage), phase ^ 1)
+            mbarrier.expect(k_full.index(stage), GROUPS * o_half.block_type.nbytes)
+            mbarrier.wait(v_free.index(stage), phase ^ 1)
+            mbarrier.expect(v_full.index(stage), GROUPS * do_half.block_type.nbytes)
+            for w in gl.static_range(GROUPS):
+                load(o_half, row * seeds, seeds, w * HALF, head * D, k_full.index(stage), ks.index(stage * GROUPS + w))
+                load(do_half, row * seeds, seeds, w * HALF, head * D, v_full.index(stage), vs.index(stage * GROUPS + w))
+            copied += 1
             mbarrier.wait(q_free.index(0), (rows & 1) ^ 1)
             # Zeros past the last seed: with q and dout zero there, any finite statistic will do.
             statistic = row.to(gl.int64) * seeds * lse_token + head * lse_head
             async_copy.async_copy_global_to_shared(sums, lse + statistic + lanes * lse_token, mask=lanes < seeds)
-            async_copy.async_copy_global_to_shared(deltas, delta + statistic + lanes * lse_token, mask=lanes < seeds)
             async_copy.mbarrier_arrive(q_full.index(0))
             mbarrier.expect(q_full.index(0), q_desc.block_type.nbytes + do_desc.block_type.nbytes)
             load(q_desc, row * seeds, seeds, 0, head * q_head, q_full.index(0), qs.index(0))
@@ -79,6 +88,24 @@ def _produce(
 
 
 @gluon.jit
+def _delta(
+    ks, vs, deltas, k_full, k_free, v_full, v_free, delta_full, block, W: gl.constexpr, D: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr
+):
+    """The sums of output times upstream gradient of a warpgroup's seeds; both lie in the place of a block of keys and values."""
+    OUT: gl.constexpr = accumulator(D)
+    stage = block % STAGES
+    phase = (block // STAGES) & 1
+    mbarrier.wait(k_full.index(stage), phase)
+    o = ks.index(stage * GROUPS + W).reshape([HALF, D]).load(OUT).to(gl.float32)
+    mbarrier.wait(v_full.index(stage), phase)
+    do = vs.index(stage * GROUPS + W).reshape([HALF, D]).load(OUT).to(gl.float32)
+    deltas.slice(W * HALF, HALF, dim=0).store(gl.sum(o * do, 1))
+    mbarrier.arrive(k_free.index(stage), count=1)
+    mbarrier.arrive(v_free.index(stage), count=1)
+    mbarrier.arrive(delta_full.index(0), count=1)
+
+
+@gluon.jit
 def _scores(ks, vs, q_tile, do_tile, k_full, v_full, nothing, block, W: gl.constexpr, D: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr):
     """Start the products of a warpgroup's keys with the seeds, and of its values with their upstream gradient."""
     stage = block % STAGES
@@ -91,9 +118,9 @@ def _scores(ks, vs, q_tile, do_tile, k_full, v_full, nothing, block, W: gl.const
 
 
 @gluon.jit
-def _add(acc, dss, ks, ds_full, block, W: gl.constexpr, D: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr):
+def _add(acc, dss, ks, ds_full, block, step, W: gl.constexpr, D: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr):
     """Start adding what a block of keys gives to the gradient of a warpgroup's seeds."""
-    mbarrier.wait(ds_full.index(0), block & 1)
+    mbarrier.wait(ds_full.index(0), step & 1)
     for w in gl.static_range(GROUPS):
         slopes = dss.index(w).slice(W * HALF, HALF, dim=1).permute([1, 0])
         acc = warpgroup_mma(slopes, ks.index(block % STAGES * GROUPS + w).reshape([HALF, D]), acc, is_async=True)
@@ -102,11 +129,11 @@ def _add(acc, dss, ks, ds_full, block, W: gl.constexpr, D: gl.constexpr, GROUPS:
 
 @gluon.jit
 def _leave(
-    ds, dv, dk_desc, dv_desc, dss, vs, q_tile, empty, factor, ds_free, ds_full, start, used, first, column, block,
+    ds, dv, dk_desc, dv_desc, dss, vs, q_tile, empty, factor, ds_free, ds_full, start, used, first, column, block, step,
     W: gl.constexpr, D: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Hand on the slopes of a block, and write the gradients of a warpgroup's keys and values; that of the values is being made."""
-    mbarrier.wait(ds_free.index(0), (block & 1) ^ 1)
+    mbarrier.wait(ds_free.index(0), (step & 1) ^ 1)
     dss.index(W).store(ds)
     fence_async_shared()
     mbarrier.arrive(ds_full.index(0), count=1)
@@ -138,7 +165,7 @@ def _zero(base, first, until, step, D: gl.constexpr, kind: gl.constexpr):
 @gluon.jit
 def _consume(
     dq_desc, dk_desc, dv_desc, dq, dk, dv, records, total, heads, rows, seeds, tokens, dk_token, dv_token, scale, factor,
-    qs, dos, ks, vs, dss, sums, deltas, q_full, q_free, k_full, k_free, v_full, v_free, ds_full, ds_free,
+    qs, dos, ks, vs, dss, sums, deltas, q_full, q_free, k_full, k_free, v_full, v_free, ds_full, ds_free, delta_full,
     W: gl.constexpr, D: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     SIZE: gl.constexpr = HALF * GROUPS
@@ -153,6 +180,7 @@ def _consume(
     q_tile = qs.index(0).reshape([SIZE, D])
     do_tile = dos.index(0).reshape([SIZE, D])
     block = 0
+    step = 0
     found = 0
     upcoming = _read_row(records, gl.program_id(0), heads)
     for item in range(gl.program_id(0), total, gl.num_programs(0)):
@@ -161,7 +189,11 @@ def _consume(
         upcoming = _read_row(records, gl.minimum(item + gl.num_programs(0), total - 1), heads)
         n = copies(0, used, SIZE)
         if n > 0:
+            _delta(ks, vs, deltas.index(found & 1), k_full, k_free, v_full, v_free, delta_full, block, W, D, GROUPS, STAGES)
+            block += 1
             mbarrier.wait(q_full.index(0), found & 1)
+            mbarrier.wait(delta_full.index(0), found & 1)
+            delta = deltas.index(found & 1)
             found += 1
             s, dp = _scores(ks, vs, q_tile, do_tile, k_full, v_full, nothing, block, W, D, GROUPS, STAGES)
             first = (n - 1) * SIZE
@@ -170,29 +202,30 @@ def _consume(
             p = gl.exp2(s - sums.load(COLUMNS)[None, :])
             dv_acc = warpgroup_mma(gl.convert_layout(p.to(kind), OPERAND), do_tile, empty, use_acc=False, is_async=True)
             dp = warpgroup_mma_wait(1, deps=[dp])
-            ds = (p * (dp - deltas.load(COLUMNS)[None, :])).to(kind)
-            _leave(ds, dv_acc, dk_desc, dv_desc, dss, vs, q_tile, empty, factor, ds_free, ds_full, start, used, first, head * D, block,
+            ds = (p * (dp - delta.load(COLUMNS)[None, :])).to(kind)
+            _leave(ds, dv_acc, dk_desc, dv_desc, dss, vs, q_tile, empty, factor, ds_free, ds_full, start, used, first, head * D, block, step,
                    W, D, GROUPS, STAGES)  # fmt: skip
             acc = warpgroup_mma_init(empty)
             for _ in range(1, n):
                 block += 1
+                step += 1
                 first -= SIZE
                 s, dp = _scores(ks, vs, q_tile, do_tile, k_full, v_full, nothing, block, W, D, GROUPS, STAGES)
-                acc = _add(acc, dss, ks, ds_full, block - 1, W, D, GROUPS, STAGES)
+                acc = _add(acc, dss, ks, ds_full, block - 1, step - 1, W, D, GROUPS, STAGES)
                 s = warpgroup_mma_wait(1 + GROUPS, deps=[s])
                 p = gl.exp2(s * scale - sums.load(COLUMNS)[None, :])
                 dp = warpgroup_mma_wait(GROUPS, deps=[dp])
                 tma.store_wait(0)
                 mbarrier.arrive(v_free.index((block - 1) % STAGES), count=1)
-                ds = (p * (dp - deltas.load(COLUMNS)[None, :])).to(kind)
+                ds = (p * (dp - delta.load(COLUMNS)[None, :])).to(kind)
                 dv_acc = warpgroup_mma(gl.convert_layout(p.to(kind), OPERAND), do_tile, empty, use_acc=False, is_async=True)
                 acc = warpgroup_mma_init(warpgroup_mma_wait(1, deps=[acc]))
                 mbarrier.arrive(k_free.index((block - 1) % STAGES), count=1)
                 mbarrier.arrive(ds_free.index(0), count=1)
-                _leave(ds, dv_acc, dk_desc, dv_desc, dss, vs, q_tile, empty, factor, ds_free, ds_full, start, used, first, head * D, block,
+                _leave(ds, dv_acc, dk_desc, dv_desc, dss, vs, q_tile, empty, factor, ds_free, ds_full, start, used, first, head * D, block, step,
                        W, D, GROUPS, STAGES)  # fmt: skip
             mbarrier.arrive(q_free.index(0), count=1)
-            acc = _add(acc, dss, ks, ds_full, block, W, D, GROUPS, STAGES)
+            acc = _add(acc, dss, ks, ds_full, block, step, W, D, GROUPS, STAGES)
             out = warpgroup_mma_wait(0, deps=[acc]) * factor
             mbarrier.arrive(k_free.index(block % STAGES), count=1)
             mbarrier.arrive(ds_free.index(0), count=1)
@@ -204,6 +237,7 @@ def _consume(
             tma.store_wait(0)
             mbarrier.arrive(v_free.index(block % STAGES), count=1)
             block += 1
+            step += 1
         if W == 0:
             column = head * D
             if n == 0:
@@ -217,10 +251,10 @@ def _consume(
 
 @gluon.jit(do_not_specialize=["heads", "rows", "seeds", "tokens", "lse_token", "lse_head"])
 def grad_kernel(
-    q_desc, do_desc, k_desc, v_desc, dq_desc, dk_desc, dv_desc, dq, dk, dv, lse, delta, records, count, heads, rows, seeds, tokens,
+    q_desc, do_desc, o_half, do_half, k_desc, v_desc, dq_desc, dk_desc, dv_desc, dq, dk, dv, lse, records, count, heads, rows, seeds, tokens,
     lse_token, lse_head, q_head, k_head, v_head, dk_token, dv_token, scale, factor, D: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """``lse`` and ``delta``: of a seed ``token`` apart, of a head ``lse_head``. ``scale`` is that of scores times log2 e, ``factor`` that of sums."""
+    """``lse``: of a seed ``lse_token`` apart, of a head ``lse_head``. ``o_half`` and ``do_half`` have blocks of a warpgroup's seeds. ``scale`` is that of scores times log2 e, ``factor`` that of sums."""
     SIZE: gl.constexpr = HALF * GROUPS
     statistics: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     meeting: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALF, SIZE], q_desc.dtype)
@@ -230,24 +264,24 @@ def grad_kernel(
     vs = gl.allocate_shared_memory(v_desc.dtype, [STAGES * GROUPS, 1, 1, HALF, D], v_desc.layout)
     dss = gl.allocate_shared_memory(q_desc.dtype, [GROUPS, HALF, SIZE], meeting)
     sums = gl.allocate_shared_memory(gl.float32, [SIZE], statistics)
-    deltas = gl.allocate_shared_memory(gl.float32, [SIZE], statistics)
+    deltas = gl.allocate_shared_memory(gl.float32, [2, SIZE], statistics)
     q_full, q_free = barriers(1, 1), barriers(1, GROUPS)
     k_full, k_free = barriers(STAGES, 1), barriers(STAGES, GROUPS)
     v_full, v_free = barriers(STAGES, 1), barriers(STAGES, GROUPS)
-    ds_full, ds_free = barriers(1, GROUPS), barriers(1, GROUPS)
+    ds_full, ds_free, delta_full = barriers(1, GROUPS), barriers(1, GROUPS), barriers(1, GROUPS)
     fence_async_shared()
     total = gl.load(count) * heads
     if GROUPS == 2:
         gl.warp_specialize(
             [
                 (_consume, (dq_desc, dk_desc, dv_desc, dq, dk, dv, records, total, heads, rows, seeds, tokens, dk_token, dv_token, scale, factor,
-                            qs, dos, ks, vs, dss, sums, deltas, q_full, q_free, k_full, k_free, v_full, v_free, ds_full, ds_free,
+                            qs, dos, ks, vs, dss, sums, deltas, q_full, q_free, k_full, k_free, v_full, v_free, ds_full, ds_free, delta_full,
                             0, D, GROUPS, STAGES)),
                 (_consume, (dq_desc, dk_desc, dv_desc, dq, dk, dv, records, total, heads, rows, seeds, tokens, dk_token, dv_token, scale, factor,
-                            qs, dos, ks, vs, dss, sums, deltas, q_full, q_free, k_full, k_free, v_full, v_free, ds_full, ds_free,
+                            qs, dos, ks, vs, dss, sums, deltas, q_full, q_free, k_full, k_free, v_full, v_free, ds_full, ds_free, delta_full,
                             1, D, GROUPS, STAGES)),
-                (_produce, (q_desc, do_desc, k_desc, v_desc, lse, delta, records, total, heads, seeds, q_head, k_head, v_head, lse_token, lse_head,
-                            qs, dos, ks, vs, sums, deltas, q_full, q_free, k_full, k_free, v_full, v_free, D, GROUPS, STAGES)),
+                (_produce, (q_desc, do_desc, o_half, do_half, k_desc, v_desc, lse, records, total, heads, seeds, q_head, k_head, v_head, lse_token, lse_head,
+                            qs, dos, ks, vs, sums, q_full, q_free, k_full, k_free, v_full, v_free, D, GROUPS, STAGES)),
             ],
             [4, 1],
             [240, 24],
@@ -256,10 +290,10 @@ def grad_kernel(
         gl.warp_specialize(
             [
                 (_consume, (dq_desc, dk_desc, dv_desc, dq, dk, dv, records, total, heads, rows, seeds, tokens, dk_token, dv_token, scale, factor,
-                            qs, dos, ks, vs, dss, sums, deltas, q_full, q_free, k_full, k_free, v_full, v_free, ds_full, ds_free,
+                            qs, dos, ks, vs, dss, sums, deltas, q_full, q_free, k_full, k_free, v_full, v_free, ds_full, ds_free, delta_full,
                             0, D, GROUPS, STAGES)),
-                (_produce, (q_desc, do_desc, k_desc, v_desc, lse, delta, records, total, heads, seeds, q_head, k_head, v_head, lse_token, lse_head,
-                            qs, dos, ks, vs, sums, deltas, q_full, q_free, k_full, k_free, v_full, v_free, D, GROUPS, STAGES)),
+                (_produce, (q_desc, do_desc, o_half, do_half, k_desc, v_desc, lse, records, total, heads, seeds, q_head, k_head, v_head, lse_token, lse_head,
+                            qs, dos, ks, vs, sums, q_full, q_free, k_full, k_free, v_full, v_free, D, GROUPS, STAGES)),
             ],
             [1],
             [24],

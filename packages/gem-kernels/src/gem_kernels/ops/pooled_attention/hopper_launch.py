@@ -22,13 +22,14 @@ HALF_AN_SM = {"maxnreg": 128}
 """Registers of a program of one warpgroup and one that copies, before they share them out: two such programs fill an SM."""
 
 
-def grad(inputs: "Inputs", dout: Tensor, lse: Tensor, delta: Tensor, dk: Tensor, dv: Tensor) -> Tensor:
+def grad(inputs: "Inputs", dout: Tensor, out: Tensor, lse: Tensor, dk: Tensor, dv: Tensor) -> Tensor:
     """Gradient of the seeds ``[rows, seeds, heads, dim]``, contiguous; writes those of k and v to ``dk`` and ``dv``, heads side by side.
 
-    ``lse`` and ``delta`` are float32 ``[rows, seeds, heads]``, views of which rows and seeds can be one axis.
+    ``dout`` and ``out`` are contiguous ``[rows, seeds, heads, dim]``, ``lse`` float32 ``[rows, seeds, heads]``, of which rows and seeds can be one axis.
     """
     rows, seeds, heads, dim = inputs.q.shape
-    q, k, v, do = map(_aligned, (inputs.q.flatten(0, 1), inputs.k, inputs.v, dout.flatten(0, 1)))
+    q, do, o = (_aligned(x.flatten(0, 1)) for x in (inputs.q, dout, out))
+    k, v = _aligned(inputs.k), _aligned(inputs.v)
     dq = q.new_empty(inputs.q.shape)
     groups, tokens, device = -(-seeds // HALF), k.shape[0], q.device
     size = HALF * groups
@@ -37,9 +38,9 @@ def grad(inputs: "Inputs", dout: Tensor, lse: Tensor, delta: Tensor, dk: Tensor,
         raise RequestError(f"pooled_attention of {rows} rows and {heads} heads", f"the kernel counts to {MAX_ITEMS} of both", "Split the batch.")
     launcher.launch(
         grad_kernel, programs(found.bound * heads, 3 - groups, device, persistent=True), device,
-        {"q_desc": _ragged(q, size), "do_desc": _ragged(do, size), "k_desc": _ragged(k, HALF), "v_desc": _ragged(v, HALF),
+        {"q_desc": _ragged(q, size), "do_desc": _ragged(do, size), "o_half": _ragged(o, HALF), "do_half": _ragged(do, HALF), "k_desc": _ragged(k, HALF), "v_desc": _ragged(v, HALF),
          "dq_desc": _ragged(dq.flatten(0, 1), HALF), "dk_desc": _ragged(dk, HALF), "dv_desc": _ragged(dv, HALF), "dq": dq, "dk": dk, "dv": dv,
-         "lse": lse, "delta": delta, "records": found.records, "count": found.count, "heads": heads, "rows": rows, "seeds": seeds, "tokens": tokens,
+         "lse": lse, "records": found.records, "count": found.count, "heads": heads, "rows": rows, "seeds": seeds, "tokens": tokens,
          "lse_token": lse.stride(1), "lse_head": lse.stride(2), "q_head": q.stride(1), "k_head": k.stride(1), "v_head": v.stride(1),
          "dk_token": dk.stride(0), "dv_token": dv.stride(0), "scale": inputs.scale * math.log2(math.e), "factor": inputs.scale, "D": dim,
          "GROUPS": groups, "STAGES": STAGES[dim], "num_warps": 4, **(HALF_AN_SM if groups == 1 else {})},

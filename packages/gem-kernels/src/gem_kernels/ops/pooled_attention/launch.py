@@ -153,9 +153,9 @@ def _gradients(dout: Tensor, out: Tensor, lse: Tensor, inputs: Inputs, hopper: b
         return call.q.new_zeros(call.q.shape), dk.zero_(), dv.zero_()
     dout = dout.contiguous()
     if hopper and _hopper().one_pass(call.q, call.k, call.v):
-        return _hopper_launch().grad(call, dout, lse, _delta(dout, out.contiguous(), lse), dk, dv), dk, dv
+        return _hopper_launch().grad(call, dout, out.contiguous(), lse, dk, dv), dk, dv
     lse = lse.contiguous()
-    delta = _delta(dout, out.contiguous(), lse)
+    delta = _delta(dout, out.contiguous())
     shared: dict[str, Any] = {"dout": dout, "lse": lse, "delta": delta}
     block_m, block_n, _, stages = call.blocks()
     if fused(call):
@@ -167,16 +167,13 @@ def _gradients(dout: Tensor, out: Tensor, lse: Tensor, inputs: Inputs, hopper: b
     return _query_grad(call, block_m, shared), dk, dv
 
 
-def _delta(dout: Tensor, out: Tensor, lse: Tensor) -> Tensor:
-    """``rowsum(dout * out)``, float32 ``[rows, seeds, heads]`` with the strides of ``lse``."""
-    delta = torch.empty_like(lse)
+def _delta(dout: Tensor, out: Tensor) -> Tensor:
+    """``rowsum(dout * out)``, float32 ``[rows, seeds, heads]``."""
+    delta = out.new_empty(out.shape[:-1], dtype=torch.float32)
     rows, width = delta.numel(), out.shape[-1]
     block = host.block_width(width)
     height = max(1, DELTA_NUMBERS // block)
-    host.launch(
-        _kernels().delta_kernel, out, -(-rows // height), dout=dout, out=out, delta=delta, rows=rows, heads=out.shape[2],
-        delta_token=delta.stride(1), delta_head=delta.stride(2), V_DIM=width, BLOCK_V=block, ROWS=height,
-    )  # fmt: skip
+    host.launch(_kernels().delta_kernel, out, -(-rows // height), dout=dout, out=out, delta=delta, rows=rows, V_DIM=width, BLOCK_V=block, ROWS=height)
     return delta
 
 

@@ -6,7 +6,7 @@ dq = scale ds k; the gradient of shared seeds is added over runs of rows in row 
 where a tile holds all seeds; more seeds, or heads that share keys, take one for the keys and one for the seeds.
 
 Arguments shared by the kernels: seed ``s`` of row ``r`` lies at ``r * q_row + s * q_seed``, with ``q_row`` 0 for shared seeds. Logarithms are base 2.
-``lse`` and ``delta`` are float32 ``[rows, seeds, heads]``, contiguous but for ``delta_kernel``; outputs and ``dout`` are contiguous,
+``lse`` and ``delta`` are float32 ``[rows, seeds, heads]``; outputs and ``dout`` are contiguous,
 but that a token of the memory of dk and dv holds ``D*_PARTS`` like them.
 """
 
@@ -76,18 +76,16 @@ def forward_kernel(
         tl.store(lse + place + s_index * heads, sums, mask=s_index < seeds)
 
 
-@triton.jit(do_not_specialize=["rows", "tiles", "heads", "delta_token", "delta_head"])
-def delta_kernel(
-    dout, out, delta, rows, tiles, heads, delta_token, delta_head, V_DIM: tl.constexpr, BLOCK_V: tl.constexpr, ROWS: tl.constexpr
-):  # fmt: skip
-    """``rowsum(dout * out)`` of contiguous rows of ``V_DIM`` numbers, ``heads`` a token, in float32: read once, and nothing else is written."""
+@triton.jit(do_not_specialize=["rows", "tiles"])
+def delta_kernel(dout, out, delta, rows, tiles, V_DIM: tl.constexpr, BLOCK_V: tl.constexpr, ROWS: tl.constexpr):
+    """``rowsum(dout * out)`` of contiguous rows of ``V_DIM`` numbers, in float32: both are read once, and nothing else is written."""
     column = tl.arange(0, BLOCK_V)
     for tile in range(tl.program_id(0).to(tl.int64), tiles, tl.num_programs(0)):
         row = tile * ROWS + tl.arange(0, ROWS)
         at, inside = row[:, None] * V_DIM + column[None, :], (row < rows)[:, None] & (column < V_DIM)[None, :]
         a = tl.load(dout + at, mask=inside, other=0.0).to(tl.float32)
         b = tl.load(out + at, mask=inside, other=0.0).to(tl.float32)
-        tl.store(delta + row // heads * delta_token + row % heads * delta_head, tl.sum(a * b, 1), mask=row < rows)
+        tl.store(delta + row, tl.sum(a * b, 1), mask=row < rows)
 
 
 @triton.jit(do_not_specialize=_VARYING)
