@@ -12,12 +12,15 @@ import torch
 pytest.importorskip("triton")
 
 from gem_kernels_emulated import Blocks, Pointer, emulate
+from gem_kernels_portable import compare, draw
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from gem_core.ops.pooled_attention import reference
 from gem_core.spec import RequestError
 from gem_kernels.common.compiled import Block
 from gem_kernels.common.hopper import language
 from gem_kernels.common.schedule import programs
+from gem_kernels.ops.jagged_attention import call as jagged_call
 from gem_kernels.ops.pooled_attention import hopper, hopper_grad, hopper_launch, launch
 
 ON_CPU = pytest.mark.skipif(torch.cuda.is_available(), reason="this looks at launches, on a CPU")
@@ -198,3 +201,33 @@ def test_which_calls_have_one_kernel_for_all_gradients(seeds, heads, dims, per_r
     q = torch.empty(*((3,) if per_row else ()), seeds, heads[0], dims[0])
     k, v = (torch.empty(5, heads[1], dim) for dim in dims)
     assert hopper.one_pass(q, k, v) is taken
+
+
+@ON_CPU
+@pytest.mark.parametrize("compiled", [False, True])
+def test_calls_reach_the_kernel_with_what_forward_left(compiled, monkeypatch):
+    """The portable kernels stand in the place of those for Hopper, forward and backward."""
+    seen = []
+
+    def grad(inputs, dout, out, lse, dk, dv):
+        seen.append((tuple(lse.shape), lse.stride()))
+        return launch._gradients(dout, out, lse, inputs, False, dk, dv)[0]
+
+    monkeypatch.setattr(hopper, "Call", lambda **given: jagged_call.Call(**given | {"backend": "triton"}))
+    monkeypatch.setattr(hopper_launch, "grad", grad)
+    seeds = torch.randn(3, 33, 2, 64, requires_grad=True)
+    work = draw("pooled_attention", (3, 0, 5), dim=64, seeds=seeds)
+    compare(work, torch.compile(hopper.gluon, backend="aot_eager", fullgraph=True) if compiled else hopper.gluon)
+    assert seen == [((3, 33, 2), (33, 1, 99))]
+
+
+@ON_CPU
+@pytest.mark.parametrize("wanted", [True, False])
+@pytest.mark.parametrize("longest", [0, 5])
+def test_a_compiler_is_told_the_layout_of_the_logarithms(wanted, longest, monkeypatch):
+    monkeypatch.setattr(hopper, "Call", lambda **given: jagged_call.Call(**given | {"backend": "triton"}))
+    q, kv, offsets = torch.randn(3, 33, 2, 64), torch.randn(8, 2, 64), torch.tensor([0, 3, 3, 8])
+    real = launch._forward(q, kv, kv, offsets, longest, 0.5, wanted)
+    with FakeTensorMode() as mode:
+        fake = launch._forward(*(mode.from_tensor(x) for x in (q, kv, kv, offsets)), longest, 0.5, wanted)
+    assert [(x.shape, x.stride()) for x in fake] == [(x.shape, x.stride()) for x in real]

@@ -140,10 +140,10 @@ def _leave(
     buffer = vs.index(block % STAGES * GROUPS + W)
     slopes = gl.convert_layout(ds, gl.DotOperandLayout(0, accumulator(D), 2))
     dv = warpgroup_mma_wait(0, deps=[dv])
+    dk = warpgroup_mma(slopes, q_tile, empty, use_acc=False, is_async=True)
     buffer.reshape([HALF, D]).store(dv.to(vs.dtype))
     fence_async_shared()
     store(dv_desc, start, used, first + W * HALF, column, buffer)
-    dk = warpgroup_mma(slopes, q_tile, empty, use_acc=False, is_async=True)
     dk = warpgroup_mma_wait(0, deps=[dk]) * factor
     tma.store_wait(0)
     buffer.reshape([HALF, D]).store(dk.to(vs.dtype))
@@ -254,7 +254,8 @@ def grad_kernel(
     q_desc, do_desc, o_half, do_half, k_desc, v_desc, dq_desc, dk_desc, dv_desc, dq, dk, dv, lse, records, count, heads, rows, seeds, tokens,
     lse_token, lse_head, q_head, k_head, v_head, dk_token, dv_token, scale, factor, D: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """``lse``: of a seed ``lse_token`` apart, of a head ``lse_head``. ``o_half`` and ``do_half`` have blocks of a warpgroup's seeds. ``scale`` is that of scores times log2 e, ``factor`` that of sums."""
+    """``lse``: of a seed ``lse_token`` apart, of a head ``lse_head``. ``o_half`` and ``do_half`` have blocks of a warpgroup's seeds.
+    ``scale`` is that of scores times log2 e, ``factor`` that of sums."""
     SIZE: gl.constexpr = HALF * GROUPS
     statistics: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     meeting: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALF, SIZE], q_desc.dtype)
@@ -280,8 +281,8 @@ def grad_kernel(
                 (_consume, (dq_desc, dk_desc, dv_desc, dq, dk, dv, records, total, heads, rows, seeds, tokens, dk_token, dv_token, scale, factor,
                             qs, dos, ks, vs, dss, sums, deltas, q_full, q_free, k_full, k_free, v_full, v_free, ds_full, ds_free, delta_full,
                             1, D, GROUPS, STAGES)),
-                (_produce, (q_desc, do_desc, o_half, do_half, k_desc, v_desc, lse, records, total, heads, seeds, q_head, k_head, v_head, lse_token, lse_head,
-                            qs, dos, ks, vs, sums, q_full, q_free, k_full, k_free, v_full, v_free, D, GROUPS, STAGES)),
+                (_produce, (q_desc, do_desc, o_half, do_half, k_desc, v_desc, lse, records, total, heads, seeds, q_head, k_head, v_head,
+                            lse_token, lse_head, qs, dos, ks, vs, sums, q_full, q_free, k_full, k_free, v_full, v_free, D, GROUPS, STAGES)),
             ],
             [4, 1],
             [240, 24],
@@ -292,8 +293,8 @@ def grad_kernel(
                 (_consume, (dq_desc, dk_desc, dv_desc, dq, dk, dv, records, total, heads, rows, seeds, tokens, dk_token, dv_token, scale, factor,
                             qs, dos, ks, vs, dss, sums, deltas, q_full, q_free, k_full, k_free, v_full, v_free, ds_full, ds_free, delta_full,
                             0, D, GROUPS, STAGES)),
-                (_produce, (q_desc, do_desc, o_half, do_half, k_desc, v_desc, lse, records, total, heads, seeds, q_head, k_head, v_head, lse_token, lse_head,
-                            qs, dos, ks, vs, sums, q_full, q_free, k_full, k_free, v_full, v_free, D, GROUPS, STAGES)),
+                (_produce, (q_desc, do_desc, o_half, do_half, k_desc, v_desc, lse, records, total, heads, seeds, q_head, k_head, v_head,
+                            lse_token, lse_head, qs, dos, ks, vs, sums, q_full, q_free, k_full, k_free, v_full, v_free, D, GROUPS, STAGES)),
             ],
             [1],
             [24],

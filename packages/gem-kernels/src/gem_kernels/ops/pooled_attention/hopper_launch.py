@@ -25,7 +25,7 @@ HALF_AN_SM = {"maxnreg": 128}
 def grad(inputs: "Inputs", dout: Tensor, out: Tensor, lse: Tensor, dk: Tensor, dv: Tensor) -> Tensor:
     """Gradient of the seeds ``[rows, seeds, heads, dim]``, contiguous; writes those of k and v to ``dk`` and ``dv``, heads side by side.
 
-    ``dout`` and ``out`` are contiguous ``[rows, seeds, heads, dim]``, ``lse`` float32 ``[rows, seeds, heads]``, of which rows and seeds can be one axis.
+    ``dout`` and ``out`` are contiguous ``[rows, seeds, heads, dim]``; ``lse`` is float32 ``[rows, seeds, heads]``, rows and seeds as one axis.
     """
     rows, seeds, heads, dim = inputs.q.shape
     q, do, o = (_aligned(x.flatten(0, 1)) for x in (inputs.q, dout, out))
@@ -38,7 +38,8 @@ def grad(inputs: "Inputs", dout: Tensor, out: Tensor, lse: Tensor, dk: Tensor, d
         raise RequestError(f"pooled_attention of {rows} rows and {heads} heads", f"the kernel counts to {MAX_ITEMS} of both", "Split the batch.")
     launcher.launch(
         grad_kernel, programs(found.bound * heads, 3 - groups, device, persistent=True), device,
-        {"q_desc": _ragged(q, size), "do_desc": _ragged(do, size), "o_half": _ragged(o, HALF), "do_half": _ragged(do, HALF), "k_desc": _ragged(k, HALF), "v_desc": _ragged(v, HALF),
+        {"q_desc": _ragged(q, size), "do_desc": _ragged(do, size), "o_half": _ragged(o, HALF), "do_half": _ragged(do, HALF),
+         "k_desc": _ragged(k, HALF), "v_desc": _ragged(v, HALF),
          "dq_desc": _ragged(dq.flatten(0, 1), HALF), "dk_desc": _ragged(dk, HALF), "dv_desc": _ragged(dv, HALF), "dq": dq, "dk": dk, "dv": dv,
          "lse": lse, "records": found.records, "count": found.count, "heads": heads, "rows": rows, "seeds": seeds, "tokens": tokens,
          "lse_token": lse.stride(1), "lse_head": lse.stride(2), "q_head": q.stride(1), "k_head": k.stride(1), "v_head": v.stride(1),
