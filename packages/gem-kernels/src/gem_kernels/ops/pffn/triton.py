@@ -95,15 +95,15 @@ def forward_kernel(o, q0, stats, out, total, tiles, eps, WIDTH: tl.constexpr, RO
 
 @triton.jit(do_not_specialize=_VARYING)
 def backward_kernel(o, q0, stats, dy, dz, total, tiles, eps, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """``dz``, the gradient of ``z = o + LayerNorm(q0)``, from ``dy``, that of the result."""
+    """``dz``, the gradient of ``z = o + LayerNorm(q0)``, from ``dy``, that of the result; attention looks at no token that is not used."""
     for tile in range(tl.program_id(0).to(tl.int64), tiles, tl.num_programs(0)):
         first = tile * ROWS
         q = load_rows(q0, first, total, WIDTH, ROWS, WIDTH, BLOCK).to(tl.float32)
         z = load_rows(o, first, total, WIDTH, ROWS, WIDTH, BLOCK).to(tl.float32)
         g = load_rows(dy, first, total, WIDTH, ROWS, WIDTH, BLOCK).to(tl.float32)
-        ln, _, used = _layer_norm(q, stats, first, total, WIDTH, ROWS, BLOCK)
+        ln, _, _ = _layer_norm(q, stats, first, total, WIDTH, ROWS, BLOCK)
         n, factor = normalise(z + ln, eps, False, WIDTH, BLOCK)
-        store_rows(dz, tl.where(used, norm_grad(n, factor, g, False, WIDTH), 0.0), first, total, WIDTH, ROWS, WIDTH, BLOCK)
+        store_rows(dz, norm_grad(n, factor, g, False, WIDTH), first, total, WIDTH, ROWS, WIDTH, BLOCK)
 
 
 @triton.jit(do_not_specialize=_VARYING)
