@@ -7,6 +7,7 @@ from gem_core.ops import hstu_attention, pooled_attention
 from gem_core.testing import assert_close
 from gem_kernels.bench.measure import wrong
 from gem_kernels.bench.workloads import Workload
+from gem_kernels.ops.pooled_attention.hopper import gluon
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -60,7 +61,7 @@ def test_seeds_of_each_row_by_the_kernel_of_all_gradients(seeds, dim, dtype):
         both = torch.stack((k, kv[:, 1]), 1)
         given = {"seeds": own.requires_grad_(), "k": both[:, 0].requires_grad_(), "v": both[:, 1].requires_grad_(), "k_offsets": offsets_of(lengths)}
         work = Workload("pooled_attention", {**given, "max_k": 600}, 0, 0.0)
-        assert wrong(lambda first, **options: pooled_attention(first, **options, backend="gluon"), work) is None
+        assert wrong(gluon, work) is None
 
 
 def test_a_pooled_row_of_100_000_tokens_is_split_and_right():
