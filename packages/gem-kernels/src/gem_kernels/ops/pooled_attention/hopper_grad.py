@@ -38,10 +38,10 @@ def _read_row(records, item, heads):
 
 
 @gluon.jit
-def _produce(
-    q_desc, do_desc, o_half, do_half, k_desc, v_desc, lse, records, total, heads, seeds, q_head, k_head, v_head, lse_token, lse_head,
-    qs, dos, ks, vs, sums, q_full, q_free, k_full, k_free, v_full, v_free, D: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
+def _produce(read, memory, points, records, total, heads, seeds, D: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr):
+    q_desc, do_desc, o_half, do_half, k_desc, v_desc, lse, q_head, k_head, v_head, lse_token, lse_head = read
+    qs, dos, ks, vs, dss, sums, deltas = memory
+    q_full, q_free, k_full, k_free, v_full, v_free, ds_full, ds_free, delta_full = points
     SIZE: gl.constexpr = HALF * GROUPS
     lanes = gl.arange(0, SIZE, gl.BlockedLayout([1], [32], [1], [0]))
     copied = 0
@@ -164,10 +164,11 @@ def _zero(base, first, until, step, D: gl.constexpr, kind: gl.constexpr):
 
 @gluon.jit
 def _consume(
-    dq_desc, dk_desc, dv_desc, dq, dk, dv, records, total, heads, rows, seeds, tokens, dk_token, dv_token, scale, factor,
-    qs, dos, ks, vs, dss, sums, deltas, q_full, q_free, k_full, k_free, v_full, v_free, ds_full, ds_free, delta_full,
-    W: gl.constexpr, D: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr,
+    written, memory, points, records, total, heads, seeds, W: gl.constexpr, D: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr
 ):  # fmt: skip
+    dq_desc, dk_desc, dv_desc, dq, dk, dv, dk_token, dv_token, rows, tokens, scale, factor = written
+    qs, dos, ks, vs, dss, sums, deltas = memory
+    q_full, q_free, k_full, k_free, v_full, v_free, ds_full, ds_free, delta_full = points
     SIZE: gl.constexpr = HALF * GROUPS
     SCORES: gl.constexpr = accumulator(SIZE)
     COLUMNS: gl.constexpr = gl.SliceLayout(0, SCORES)
@@ -272,30 +273,26 @@ def grad_kernel(
     ds_full, ds_free, delta_full = barriers(1, GROUPS), barriers(1, GROUPS), barriers(1, GROUPS)
     fence_async_shared()
     total = gl.load(count) * heads
-    if GROUPS == 2:
+    memory = (qs, dos, ks, vs, dss, sums, deltas)
+    points = (q_full, q_free, k_full, k_free, v_full, v_free, ds_full, ds_free, delta_full)
+    read = (q_desc, do_desc, o_half, do_half, k_desc, v_desc, lse, q_head, k_head, v_head, lse_token, lse_head)
+    written = (dq_desc, dk_desc, dv_desc, dq, dk, dv, dk_token, dv_token, rows, tokens, scale, factor)
+    if GROUPS == 1:
         gl.warp_specialize(
             [
-                (_consume, (dq_desc, dk_desc, dv_desc, dq, dk, dv, records, total, heads, rows, seeds, tokens, dk_token, dv_token, scale, factor,
-                            qs, dos, ks, vs, dss, sums, deltas, q_full, q_free, k_full, k_free, v_full, v_free, ds_full, ds_free, delta_full,
-                            0, D, GROUPS, STAGES)),
-                (_consume, (dq_desc, dk_desc, dv_desc, dq, dk, dv, records, total, heads, rows, seeds, tokens, dk_token, dv_token, scale, factor,
-                            qs, dos, ks, vs, dss, sums, deltas, q_full, q_free, k_full, k_free, v_full, v_free, ds_full, ds_free, delta_full,
-                            1, D, GROUPS, STAGES)),
-                (_produce, (q_desc, do_desc, o_half, do_half, k_desc, v_desc, lse, records, total, heads, seeds, q_head, k_head, v_head,
-                            lse_token, lse_head, qs, dos, ks, vs, sums, q_full, q_free, k_full, k_free, v_full, v_free, D, GROUPS, STAGES)),
-            ],
-            [4, 1],
-            [240, 24],
-        )  # fmt: skip
-    else:
-        gl.warp_specialize(
-            [
-                (_consume, (dq_desc, dk_desc, dv_desc, dq, dk, dv, records, total, heads, rows, seeds, tokens, dk_token, dv_token, scale, factor,
-                            qs, dos, ks, vs, dss, sums, deltas, q_full, q_free, k_full, k_free, v_full, v_free, ds_full, ds_free, delta_full,
-                            0, D, GROUPS, STAGES)),
-                (_produce, (q_desc, do_desc, o_half, do_half, k_desc, v_desc, lse, records, total, heads, seeds, q_head, k_head, v_head,
-                            lse_token, lse_head, qs, dos, ks, vs, sums, q_full, q_free, k_full, k_free, v_full, v_free, D, GROUPS, STAGES)),
+                (_consume, (written, memory, points, records, total, heads, seeds, 0, D, GROUPS, STAGES)),
+                (_produce, (read, memory, points, records, total, heads, seeds, D, GROUPS, STAGES)),
             ],
             [1],
             [24],
-        )  # fmt: skip
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_consume, (written, memory, points, records, total, heads, seeds, 0, D, GROUPS, STAGES)),
+                (_consume, (written, memory, points, records, total, heads, seeds, 1, D, GROUPS, STAGES)),
+                (_produce, (read, memory, points, records, total, heads, seeds, D, GROUPS, STAGES)),
+            ],
+            [4, 1],
+            [240, 24],
+        )
