@@ -13,8 +13,8 @@ from gem_kernels.ops.limits import UNMEASURED
 from gem_kernels.ops.pooled_attention.launch import MOST_SEEDS, Inputs, attend
 
 _taken = os.environ.get(UNMEASURED) == "1"
-ONE_PASS_SEEDS, ONE_PASS_WIDTHS = range(33, 129), (64, 128)
-"""Seeds of a row and head sizes for which ``hopper_grad`` makes all gradients; the portable kernel is made for fewer seeds."""
+FEWEST, MOST, WIDTHS = 33, 128, (64, 128)
+"""Seeds of a row, from and to, and head sizes for which ``hopper_grad`` makes all gradients; the portable kernel is made for fewer seeds."""
 
 
 def gluon(seeds: Tensor, k: Tensor, v: Tensor, k_offsets: Tensor, *, max_k: int, scale: float | None = None) -> Tensor:
@@ -38,7 +38,7 @@ def gluon(seeds: Tensor, k: Tensor, v: Tensor, k_offsets: Tensor, *, max_k: int,
 
 def one_pass(seeds: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether ``hopper_grad`` makes the gradients, from shapes alone, since a compiler follows this: rows have seeds, heads keys of their own."""
-    fits = _taken and seeds.dim() == 4 and seeds.shape[1] in ONE_PASS_SEEDS and seeds.shape[3] in ONE_PASS_WIDTHS
+    fits = _taken and seeds.dim() == 4 and FEWEST <= seeds.shape[1] <= MOST and seeds.shape[3] in WIDTHS
     return fits and seeds.shape[2] == k.shape[1] and seeds.shape[3] == v.shape[2]
 
 
