@@ -3,9 +3,13 @@
 import os
 import subprocess
 import sys
+import threading
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
 
+import gem_kernels_emulated
 import pytest
 import torch
 
@@ -30,6 +34,39 @@ DIM = 64
 def memory(x):
     """All elements of the storage of ``x`` from its first one on."""
     return x.as_strided((x.untyped_storage().size() // x.element_size() - x.storage_offset(),), (1,))
+
+
+class Late:
+    """Products and copies out of shared memory read it as late as they may: where they are waited for."""
+
+    def __init__(self):
+        self.here = threading.local()
+        self.names = {
+            "warpgroup_mma": self.multiply, "warpgroup_mma_wait": self.wait,
+            "tma": SimpleNamespace(
+                async_copy_global_to_shared=gem_kernels_emulated._copy_in, store_wait=lambda pending: self.read("copies", pending),
+                async_copy_shared_to_global=lambda *given: self.start("copies", lambda: gem_kernels_emulated._copy_out(*given)),
+            ),
+        }  # fmt: skip
+
+    def start(self, kind, work):
+        self.here.__dict__.setdefault(kind, []).append(work)
+
+    def read(self, kind, pending):
+        queue = self.here.__dict__.get(kind, [])
+        while len(queue) > pending:
+            queue.pop(0)()
+
+    def multiply(self, a, b, acc, use_acc=True, is_async=False):
+        found = []
+        before = acc if use_acc else None
+        self.start("products", lambda: found.append(gem_kernels_emulated._product(a, b, before[0] if isinstance(before, list) else before, use_acc)))
+        return found
+
+    def wait(self, pending, deps):
+        self.read("products", pending)
+        (found,) = deps
+        return found[0]
 
 
 class Call:
@@ -64,7 +101,7 @@ class Call:
                 lse[:, row] = (s.logsumexp(-1) / torch.tensor(2.0).log()).float()
         return self.out.half(), lse.permute(1, 2, 0)
 
-    def found(self, programs, packed):
+    def found(self, programs, packed, late, module):
         """Gradients by the emulated kernel; memory that no tile covers would stay NaN."""
         beside = torch.full((len(self.k), 3, *self.k.shape[1:]), torch.nan, dtype=torch.float16)
         dk, dv = (beside[:, part] if packed else torch.full_like(self.k, torch.nan).contiguous() for part in (1, 2))
@@ -74,13 +111,13 @@ class Call:
             arguments["dq"].fill_(torch.nan)
             given = {name: Pointer(memory(x)) if isinstance(x, torch.Tensor) else x for name, x in arguments.items()}
             blocks = {name: Blocks(x[0], list(x[1].block)) for name, x in arguments.items() if isinstance(x, Block)}
-            emulate(kernel, [hopper_grad, language], programs, {}, **given | blocks)
+            emulate(module.grad_kernel, [module, language], programs, Late().names if late else {}, **given | blocks)
 
         with patch.object(hopper_launch, "launcher", SimpleNamespace(launch=run)):
             return hopper_launch.grad(self.inputs(), self.dout, *self.statistics(), dk, dv), dk, dv
 
-    def check(self, programs=2, packed=False):
-        for name, found, expected in zip(("seeds", "k", "v"), self.found(programs, packed), self.expected, strict=True):
+    def check(self, programs=2, packed=False, late=False, module=hopper_grad):
+        for name, found, expected in zip(("seeds", "k", "v"), self.found(programs, packed, late, module), self.expected, strict=True):
             error = (found.double() - expected).abs().max() / expected.abs().max().clamp(min=1e-3)
             assert error < 5e-3, (name, float(error))
 
@@ -129,9 +166,30 @@ def test_case_I03_the_kernel_compiles_for_hopper_and_nothing_waits_between_produ
 
 
 @ON_CPU
+@pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("seeds", [33, 64, 65, 128])
-def test_gradients_of_short_long_and_empty_rows(seeds):
-    Call([70, 0, 1, 300, 64, 0, 128], seeds).check()
+def test_gradients_of_short_long_and_empty_rows(seeds, late):
+    Call([70, 0, 1, 300, 64, 0, 128], seeds).check(late=late)
+
+
+FAULTS = {
+    "not hidden": ('gl.where((lanes + (first + W * HALF) < used)[:, None], s * scale, float("-inf"))', "s * scale"),
+    "overwritten": ("    tma.store_wait(0)\n    buffer.reshape([HALF, D]).store(dk", "    buffer.reshape([HALF, D]).store(dk"),
+}
+
+
+@ON_CPU
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_are_seen(fault, tmp_path):
+    """Weights past the end of a row, and a gradient in the memory of one that has not left yet."""
+    text, (right, wrong) = Path(hopper_grad.__file__).read_text(), FAULTS[fault]
+    assert right in text
+    tmp_path.joinpath("planted.py").write_text(text.replace(right, wrong))
+    spec = spec_from_file_location("planted", tmp_path / "planted.py")
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    with pytest.raises(AssertionError, match=r"seeds|'k'|'v'"):
+        Call([70, 0, 130], 64, low=fault == "not hidden").check(late=True, module=module)
 
 
 @ON_CPU
