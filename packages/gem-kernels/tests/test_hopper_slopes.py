@@ -41,11 +41,11 @@ def emulated(lengths, heads, width, longest, programs=2, long=0, **replaced):
     offsets = torch.tensor([0, *lengths]).cumsum(0)
     call = launch._Inputs(q, k, v, offsets, None, None, None, longest, SCALE, NORM, True, None, True)
     blocks, squares = hopper._squares(call)
-    found, wide = (tiles(Layout(offsets, offsets, len(lengths), longest, longest, q.shape[0], q.shape[0], q.device), "q", n) for n in (128, 256))
+    found = tiles(Layout(offsets, offsets, len(lengths), longest, longest, q.shape[0], q.shape[0], q.device), "q", 128)
     dq, dk, dv = (torch.full_like(x, float("nan")) for x in (q, k, v))
     slopes = torch.full((squares * heads * 64, 1, 64), float("nan")).bfloat16()
     part = [1, 1, 64, width]
-    shared, of_product = ({"records": Pointer(x.records), "count": Pointer(x.count), "heads": heads, "long": long} for x in (found, wide))
+    shared = {"records": Pointer(found.records), "count": Pointer(found.count), "heads": heads, "long": long}
     kept = {"longest": blocks, "squares": squares}
     scores = {"scale": SCALE, "factor": SCALE * NORM, "window": 0, "q_head": width, "k_head": width, "v_head": width, "D": width, "V": width}
     scores |= {"STAGES": 3, "ACTIVATION": "silu_bf16", "CAUSAL": True, "WINDOW": False}
@@ -57,8 +57,8 @@ def emulated(lengths, heads, width, longest, programs=2, long=0, **replaced):
         slopes=Pointer(slopes), norm=NORM, BLOCK_M=64, BLOCK_N=128,
     )  # fmt: skip
     emulate(
-        hopper_slopes.query_product_kernel, modules, programs, replaced, **of_product, **kept, slopes_desc=Blocks(slopes, [1, 1, 64, 64]),
-        k_desc=described["k_desc"], dq=Pointer(dq), dq_token=heads * width, k_head=width, D=width, BLOCK_M=256, STAGES=3,
+        hopper_slopes.query_product_kernel, modules, programs, replaced, **shared, **kept, slopes_desc=Blocks(slopes, [1, 1, 64, 64]),
+        k_desc=described["k_desc"], dq=Pointer(dq), dq_token=heads * width, k_head=width, D=width, BLOCK_M=128, STAGES=3,
     )  # fmt: skip
     emulate(
         hopper_query_grad.query_grad_kernel, [hopper_query_grad, *modules], programs, replaced, **shared, **scores, **but(described, "dk", "dv"),

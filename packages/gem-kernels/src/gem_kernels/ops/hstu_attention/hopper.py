@@ -20,8 +20,8 @@ STREAMED = {"forward": (128, {64: 4, 128: 2}), "grad": (64, {64: 3, 128: 3})}
 """Tokens of the blocks that stream past a tile, and how many are in flight by the larger head size."""
 LONG, MAX_KEPT = 4096, 2**33
 """Tokens of a row from which its slopes are kept between two passes, and most bytes of those of all rows; others make the scores again."""
-PRODUCT_TILE, IN_FLIGHT = 256, 4
-"""Tokens of a tile of the product of slopes with keys, and blocks of keys that are on the way to it."""
+IN_FLIGHT = 6
+"""Blocks of keys and their slopes that are on the way to the product with the keys."""
 
 
 def forward(inputs: Any, out: Tensor) -> None:
@@ -48,8 +48,8 @@ def grad(inputs: Any, dout: Tensor, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
     _over_tiles(key_grad_kernel, inputs, **words, **written, **kept, slopes=slopes, BLOCK_M=block, BLOCK_N=TILE)
     if slopes is not None:
         _over_tiles(
-            query_product_kernel, inputs, PRODUCT_TILE, **kept, slopes_desc=_ragged(slopes, HALF), k_desc=words["k_desc"], dq=dq, k_head=k.stride(1),
-            dq_token=dq.stride(0), D=q.shape[-1], BLOCK_M=PRODUCT_TILE, STAGES=IN_FLIGHT,
+            query_product_kernel, inputs, **kept, slopes_desc=_ragged(slopes, HALF), k_desc=words["k_desc"], dq=dq, k_head=k.stride(1),
+            dq_token=dq.stride(0), D=q.shape[-1], BLOCK_M=TILE, STAGES=IN_FLIGHT,
         )  # fmt: skip
 
 
@@ -79,11 +79,11 @@ def _words(inputs: Any, q: Tensor, k: Tensor, v: Tensor) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _over_tiles(kernel: Any, inputs: Any, tile: int = TILE, /, **arguments: Any) -> None:
-    """Launch one program on each SM over the tiles times the heads. Queries and keys have the same rows: one list serves all passes over scores."""
+def _over_tiles(kernel: Any, inputs: Any, **arguments: Any) -> None:
+    """Launch one program on each SM over the tiles times the heads. Queries and keys have the same rows: one list serves all passes."""
     tokens, heads = inputs.q.shape[:2]
     longest, device = inputs.max_length, inputs.q.device
-    found = tiles(Layout(inputs.offsets, inputs.offsets, inputs.rows, longest, longest, tokens, tokens, device), "q", tile)
+    found = tiles(Layout(inputs.offsets, inputs.offsets, inputs.rows, longest, longest, tokens, tokens, device), "q", TILE)
     if found.bound * heads > MAX_ITEMS:
         raise RequestError(f"hstu_attention of {found.bound} tiles and {heads} heads", f"the kernel counts to {MAX_ITEMS}", "Split the batch.")
     grid = programs(found.bound * heads, 1, device, persistent=True)

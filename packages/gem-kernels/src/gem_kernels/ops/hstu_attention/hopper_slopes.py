@@ -84,7 +84,6 @@ def queries_of(square, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def _produce(slopes_desc, k_desc, records, total, heads, k_head, longest, squares, ds, ks, full, free, BLOCK_M: gl.constexpr, STAGES: gl.constexpr):
-    BLOCKS: gl.constexpr = BLOCK_M // 64
     copied = 0
     upcoming = read_row(records, item_of(0, total), heads)
     for tile in range(items_here(total)):
@@ -96,13 +95,12 @@ def _produce(slopes_desc, k_desc, records, total, heads, k_head, longest, square
         for j in range(copies(begin, end, 64)):
             stage = copied % STAGES
             mbarrier.wait(free.index(stage), ((copied // STAGES) & 1) ^ 1)
-            mbarrier.expect(full.index(stage), k_desc.block_type.nbytes + BLOCKS * slopes_desc.block_type.nbytes)
+            mbarrier.expect(full.index(stage), k_desc.block_type.nbytes + 2 * slopes_desc.block_type.nbytes)
             load(k_desc, start, used, j * 64, item % heads * k_head, full.index(stage), ks.index(stage))
-            for w in gl.static_range(BLOCKS):
+            for w in gl.static_range(2):
                 # Squares that nobody needs are copies of nothing: zeros, which take no bandwidth.
                 rows = gl.where((first + w * 64 < used) & (j <= first // 64 + w), 64, 0)
-                at = square + w * (first // 64) + w * (w + 1) // 2 + j
-                load(slopes_desc, at * rows, rows, 0, 0, full.index(stage), ds.index(stage * BLOCKS + w))
+                load(slopes_desc, (square + w * (first // 64 + 1) + j) * rows, rows, 0, 0, full.index(stage), ds.index(stage * 2 + w))
             copied += 1
 
 
@@ -111,7 +109,6 @@ def _consume(
     dq, records, total, heads, dq_token, ds, ks, full, free,
     W: gl.constexpr, D: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    BLOCKS: gl.constexpr = BLOCK_M // 64
     OUT: gl.constexpr = accumulator(D)
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
     columns = gl.arange(0, D, gl.SliceLayout(0, OUT))
@@ -130,13 +127,13 @@ def _consume(
         stage = copied % STAGES
         if seen > 0:
             mbarrier.wait(full.index(stage), (copied // STAGES) & 1)
-            slopes = queries_of(ds.index(stage * BLOCKS + W).reshape([64, 64]), OPERAND)
+            slopes = queries_of(ds.index(stage * 2 + W).reshape([64, 64]), OPERAND)
             acc = warpgroup_mma_init(out)
             for j in range(1, seen):
                 acc = warpgroup_mma(slopes, ks.index(stage).reshape([64, D]), acc, is_async=True)
                 next_stage = (copied + j) % STAGES
                 mbarrier.wait(full.index(next_stage), ((copied + j) // STAGES) & 1)
-                new_slopes = queries_of(ds.index(next_stage * BLOCKS + W).reshape([64, 64]), OPERAND)
+                new_slopes = queries_of(ds.index(next_stage * 2 + W).reshape([64, 64]), OPERAND)
                 acc = warpgroup_mma_init(warpgroup_mma_wait(0, deps=[acc]))
                 mbarrier.arrive(free.index(stage), count=1)
                 slopes = new_slopes
@@ -160,20 +157,18 @@ def query_product_kernel(
     D: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """``dq`` ``[tokens, heads, D]``, heads side by side, of rows with ``long`` tokens or more, from the squares of all heads, as tokens
-    ``[squares * 64, 1, 64]``. ``BLOCK_M``, 256, is four blocks of queries: each of as many warpgroups reads a square of its own and the same keys."""
-    ds = gl.allocate_shared_memory(slopes_desc.dtype, [BLOCK_M // 64 * STAGES, 1, 1, 64, 64], slopes_desc.layout)
+    ``[squares * 64, 1, 64]``."""
+    ds = gl.allocate_shared_memory(slopes_desc.dtype, [2 * STAGES, 1, 1, 64, 64], slopes_desc.layout)
     ks = gl.allocate_shared_memory(k_desc.dtype, [STAGES, 1, 1, 64, D], k_desc.layout)
-    full, free = barriers(STAGES, 1), barriers(STAGES, BLOCK_M // 64)
+    full, free = barriers(STAGES, 1), barriers(STAGES, 2)
     fence_async_shared()
     total = tiles_of_long_rows(records, gl.load(count), long) * heads
     gl.warp_specialize(
         [
             (_consume, (dq, records, total, heads, dq_token, ds, ks, full, free, 0, D, BLOCK_M, STAGES)),
             (_consume, (dq, records, total, heads, dq_token, ds, ks, full, free, 1, D, BLOCK_M, STAGES)),
-            (_consume, (dq, records, total, heads, dq_token, ds, ks, full, free, 2, D, BLOCK_M, STAGES)),
-            (_consume, (dq, records, total, heads, dq_token, ds, ks, full, free, 3, D, BLOCK_M, STAGES)),
             (_produce, (slopes_desc, k_desc, records, total, heads, k_head, longest, squares, ds, ks, full, free, BLOCK_M, STAGES)),
         ],
-        [4, 4, 4, 1],
-        [112, 112, 112, 24],
+        [4, 1],
+        [160, 24],
     )  # fmt: skip
