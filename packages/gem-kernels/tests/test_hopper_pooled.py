@@ -173,8 +173,8 @@ def test_gradients_of_short_long_and_empty_rows(seeds, late):
 
 
 FAULTS = {
-    "not hidden": ('gl.where((lanes + (first + W * HALF) < used)[:, None], s * scale, float("-inf"))', "s * scale"),
-    "overwritten": ("    tma.store_wait(0)\n    buffer.reshape([HALF, D]).store(dk", "    buffer.reshape([HALF, D]).store(dk"),
+    "not hidden": ('gl.where((keys < used)[:, None], s, float("-inf"))', "s"),
+    "overwritten": ("    tma.store_wait(0)\n    buffer.reshape([HALF, D]).store(dk_acc", "    buffer.reshape([HALF, D]).store(dk_acc"),
 }
 
 

@@ -24,7 +24,7 @@ from gem_kernels.common.hopper.gluon import (
     warpgroup_mma_init,
     warpgroup_mma_wait,
 )
-from gem_kernels.common.hopper.language import accumulator, barriers, copies, load, store
+from gem_kernels.common.hopper.language import accumulator, arrive_together, barriers, copies, load, store
 
 HALF = gl.constexpr(64)
 """Keys of a block, and seeds, of one warpgroup."""
@@ -100,55 +100,74 @@ def _delta(
     mbarrier.wait(v_full.index(stage), phase)
     do = vs.index(stage * GROUPS + W).reshape([HALF, D]).load(OUT).to(gl.float32)
     deltas.slice(W * HALF, HALF, dim=0).store(gl.sum(o * do, 1))
-    mbarrier.arrive(k_free.index(stage), count=1)
+    arrive_together(k_free.index(stage))
     mbarrier.arrive(v_free.index(stage), count=1)
     mbarrier.arrive(delta_full.index(0), count=1)
 
 
 @gluon.jit
-def _scores(ks, vs, q_tile, do_tile, k_full, v_full, nothing, block, W: gl.constexpr, D: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr):
-    """Start the products of a warpgroup's keys with the seeds, and of its values with their upstream gradient."""
+def _weights(s, sums, keys, used, scale, TAIL: gl.constexpr):
+    s = s * scale
+    if TAIL:
+        s = gl.where((keys < used)[:, None], s, float("-inf"))
+    return gl.exp2(s - sums[None, :])
+
+
+@gluon.jit
+def _block(
+    acc, written, memory, points, delta, nothing, empty, start, used, first, column, block, step,
+    W: gl.constexpr, D: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr, TAIL: gl.constexpr,
+):  # fmt: skip
+    """The gradients of a block of a warpgroup's keys, which leave, and what the whole block gives to that of its seeds, added to ``acc``."""
+    dq_desc, dk_desc, dv_desc, dq, dk, dv, dk_token, dv_token, rows, tokens, scale, factor = written
+    qs, dos, ks, vs, dss, sums, deltas = memory
+    q_full, q_free, k_full, k_free, v_full, v_free, ds_full, ds_free, delta_full = points
+    SIZE: gl.constexpr = HALF * GROUPS
+    COLUMNS: gl.constexpr = gl.SliceLayout(0, accumulator(SIZE))
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, accumulator(D), 2)
+    kind: gl.constexpr = qs.dtype
+    keys = gl.arange(0, HALF, gl.SliceLayout(1, accumulator(SIZE))) + (first + W * HALF)
+    q_tile = qs.index(0).reshape([SIZE, D])
+    do_tile = dos.index(0).reshape([SIZE, D])
     stage = block % STAGES
     phase = (block // STAGES) & 1
+    buffer = vs.index(stage * GROUPS + W)
     mbarrier.wait(k_full.index(stage), phase)
     s = warpgroup_mma(ks.index(stage * GROUPS + W).reshape([HALF, D]), q_tile.permute([1, 0]), nothing, use_acc=False, is_async=True)
     mbarrier.wait(v_full.index(stage), phase)
-    dp = warpgroup_mma(vs.index(stage * GROUPS + W).reshape([HALF, D]), do_tile.permute([1, 0]), nothing, use_acc=False, is_async=True)
-    return s, dp
-
-
-@gluon.jit
-def _add(acc, dss, ks, ds_full, block, step, W: gl.constexpr, D: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr):
-    """Start adding what a block of keys gives to the gradient of a warpgroup's seeds."""
-    mbarrier.wait(ds_full.index(0), step & 1)
-    for w in gl.static_range(GROUPS):
-        slopes = dss.index(w).slice(W * HALF, HALF, dim=1).permute([1, 0])
-        acc = warpgroup_mma(slopes, ks.index(block % STAGES * GROUPS + w).reshape([HALF, D]), acc, is_async=True)
-    return acc
-
-
-@gluon.jit
-def _leave(
-    ds, dv, dk_desc, dv_desc, dss, vs, q_tile, empty, factor, ds_free, ds_full, start, used, first, column, block, step,
-    W: gl.constexpr, D: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
-    """Hand on the slopes of a block, and write the gradients of a warpgroup's keys and values; that of the values is being made."""
+    dp = warpgroup_mma(buffer.reshape([HALF, D]), do_tile.permute([1, 0]), nothing, use_acc=False, is_async=True)
+    s = warpgroup_mma_wait(1, deps=[s])
+    p = _weights(s, sums.load(COLUMNS), keys, used, scale, TAIL)
+    if not TAIL:
+        # The gradients of the block before have left by now.
+        tma.store_wait(0)
+        mbarrier.arrive(v_free.index((block - 1) % STAGES), count=1)
+    dp = warpgroup_mma_wait(0, deps=[dp])
+    ds = (p * (dp - delta.load(COLUMNS)[None, :])).to(kind)
+    dv_acc = warpgroup_mma(gl.convert_layout(p.to(kind), OPERAND), do_tile, empty, use_acc=False, is_async=True)
     mbarrier.wait(ds_free.index(0), (step & 1) ^ 1)
     dss.index(W).store(ds)
     fence_async_shared()
     mbarrier.arrive(ds_full.index(0), count=1)
-    buffer = vs.index(block % STAGES * GROUPS + W)
-    slopes = gl.convert_layout(ds, gl.DotOperandLayout(0, accumulator(D), 2))
-    dv = warpgroup_mma_wait(0, deps=[dv])
-    dk = warpgroup_mma(slopes, q_tile, empty, use_acc=False, is_async=True)
-    buffer.reshape([HALF, D]).store(dv.to(vs.dtype))
+    mbarrier.wait(ds_full.index(0), step & 1)
+    acc = warpgroup_mma_init(acc)
+    for w in gl.static_range(GROUPS):
+        seeds = dss.index(w).slice(W * HALF, HALF, dim=1).permute([1, 0])
+        acc = warpgroup_mma(seeds, ks.index(stage * GROUPS + w).reshape([HALF, D]), acc, is_async=True)
+    dv_acc = warpgroup_mma_wait(GROUPS, deps=[dv_acc])
+    buffer.reshape([HALF, D]).store(dv_acc.to(kind))
     fence_async_shared()
     store(dv_desc, start, used, first + W * HALF, column, buffer)
-    dk = warpgroup_mma_wait(0, deps=[dk]) * factor
+    dk_acc = warpgroup_mma(gl.convert_layout(ds, OPERAND), q_tile, empty, use_acc=False, is_async=True)
+    acc = warpgroup_mma_wait(1, deps=[acc])
+    mbarrier.arrive(k_free.index(stage), count=1)
+    mbarrier.arrive(ds_free.index(0), count=1)
+    dk_acc = warpgroup_mma_wait(0, deps=[dk_acc]) * factor
     tma.store_wait(0)
-    buffer.reshape([HALF, D]).store(dk.to(vs.dtype))
+    buffer.reshape([HALF, D]).store(dk_acc.to(kind))
     fence_async_shared()
     store(dk_desc, start, used, first + W * HALF, column, buffer)
+    return acc
 
 
 @gluon.jit
@@ -170,16 +189,9 @@ def _consume(
     qs, dos, ks, vs, dss, sums, deltas = memory
     q_full, q_free, k_full, k_free, v_full, v_free, ds_full, ds_free, delta_full = points
     SIZE: gl.constexpr = HALF * GROUPS
-    SCORES: gl.constexpr = accumulator(SIZE)
-    COLUMNS: gl.constexpr = gl.SliceLayout(0, SCORES)
-    OUT: gl.constexpr = accumulator(D)
-    OPERAND: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
     kind: gl.constexpr = qs.dtype
-    lanes = gl.arange(0, HALF, gl.SliceLayout(1, SCORES))
-    nothing = gl.zeros([HALF, SIZE], gl.float32, SCORES)
-    empty = gl.zeros([HALF, D], gl.float32, OUT)
-    q_tile = qs.index(0).reshape([SIZE, D])
-    do_tile = dos.index(0).reshape([SIZE, D])
+    nothing = gl.zeros([HALF, SIZE], gl.float32, accumulator(SIZE))
+    empty = gl.zeros([HALF, D], gl.float32, accumulator(D))
     block = 0
     step = 0
     found = 0
@@ -190,55 +202,28 @@ def _consume(
         upcoming = _read_row(records, gl.minimum(item + gl.num_programs(0), total - 1), heads)
         n = copies(0, used, SIZE)
         if n > 0:
-            _delta(ks, vs, deltas.index(found & 1), k_full, k_free, v_full, v_free, delta_full, block, W, D, GROUPS, STAGES)
-            block += 1
+            delta = deltas.index(found & 1)
+            _delta(ks, vs, delta, k_full, k_free, v_full, v_free, delta_full, block, W, D, GROUPS, STAGES)
             mbarrier.wait(q_full.index(0), found & 1)
             mbarrier.wait(delta_full.index(0), found & 1)
-            delta = deltas.index(found & 1)
             found += 1
-            s, dp = _scores(ks, vs, q_tile, do_tile, k_full, v_full, nothing, block, W, D, GROUPS, STAGES)
             first = (n - 1) * SIZE
-            s = warpgroup_mma_wait(1, deps=[s])
-            s = gl.where((lanes + (first + W * HALF) < used)[:, None], s * scale, float("-inf"))
-            p = gl.exp2(s - sums.load(COLUMNS)[None, :])
-            dv_acc = warpgroup_mma(gl.convert_layout(p.to(kind), OPERAND), do_tile, empty, use_acc=False, is_async=True)
-            dp = warpgroup_mma_wait(1, deps=[dp])
-            ds = (p * (dp - delta.load(COLUMNS)[None, :])).to(kind)
-            _leave(ds, dv_acc, dk_desc, dv_desc, dss, vs, q_tile, empty, factor, ds_free, ds_full, start, used, first, head * D, block, step,
-                   W, D, GROUPS, STAGES)  # fmt: skip
-            acc = warpgroup_mma_init(empty)
-            for _ in range(1, n):
-                block += 1
-                step += 1
-                first -= SIZE
-                s, dp = _scores(ks, vs, q_tile, do_tile, k_full, v_full, nothing, block, W, D, GROUPS, STAGES)
-                acc = _add(acc, dss, ks, ds_full, block - 1, step - 1, W, D, GROUPS, STAGES)
-                s = warpgroup_mma_wait(1 + GROUPS, deps=[s])
-                p = gl.exp2(s * scale - sums.load(COLUMNS)[None, :])
-                dp = warpgroup_mma_wait(GROUPS, deps=[dp])
-                tma.store_wait(0)
-                mbarrier.arrive(v_free.index((block - 1) % STAGES), count=1)
-                ds = (p * (dp - delta.load(COLUMNS)[None, :])).to(kind)
-                dv_acc = warpgroup_mma(gl.convert_layout(p.to(kind), OPERAND), do_tile, empty, use_acc=False, is_async=True)
-                acc = warpgroup_mma_init(warpgroup_mma_wait(1, deps=[acc]))
-                mbarrier.arrive(k_free.index((block - 1) % STAGES), count=1)
-                mbarrier.arrive(ds_free.index(0), count=1)
-                _leave(ds, dv_acc, dk_desc, dv_desc, dss, vs, q_tile, empty, factor, ds_free, ds_full, start, used, first, head * D, block, step,
-                       W, D, GROUPS, STAGES)  # fmt: skip
+            acc = _block(empty, written, memory, points, delta, nothing, empty, start, used, first, head * D, block + 1, step,
+                         W, D, GROUPS, STAGES, True)  # fmt: skip
+            for j in range(1, n):
+                acc = _block(acc, written, memory, points, delta, nothing, empty, start, used, first - j * SIZE, head * D, block + 1 + j, step + j,
+                             W, D, GROUPS, STAGES, False)  # fmt: skip
             mbarrier.arrive(q_free.index(0), count=1)
-            acc = _add(acc, dss, ks, ds_full, block, step, W, D, GROUPS, STAGES)
-            out = warpgroup_mma_wait(0, deps=[acc]) * factor
-            mbarrier.arrive(k_free.index(block % STAGES), count=1)
-            mbarrier.arrive(ds_free.index(0), count=1)
+            block += 1 + n
+            step += n
+            last = (block - 1) % STAGES
+            buffer = vs.index(last * GROUPS + W)
             tma.store_wait(0)
-            buffer = vs.index(block % STAGES * GROUPS + W)
-            buffer.reshape([HALF, D]).store(out.to(kind))
+            buffer.reshape([HALF, D]).store((acc * factor).to(kind))
             fence_async_shared()
             store(dq_desc, row * seeds, seeds, W * HALF, head * D, buffer)
             tma.store_wait(0)
-            mbarrier.arrive(v_free.index(block % STAGES), count=1)
-            block += 1
-            step += 1
+            mbarrier.arrive(v_free.index(last), count=1)
         if W == 0:
             column = head * D
             if n == 0:
