@@ -262,6 +262,33 @@ def test_rows_split_along_their_keys_give_the_same(per_row):
         assert_close(a, b, bound=2e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_the_gradient_of_seeds_of_each_row_is_written_once_unless_rows_are_split(dtype):
+    """Nothing is added then, so no sums in float32 are made and converted."""
+    made = []
+
+    def seen(self, kernel, tiles, **arguments):
+        made.extend((arguments["dq"].dtype, tuple(arguments["dq"].shape[:2])) for _ in range("dq" in arguments))
+        return run(self, kernel, tiles, **arguments)
+
+    run = pooled_launch.Inputs.run
+    work = draw("pooled_attention", (70, 0, 33), dtype=dtype, seeds=torch.randn(3, 5, 2, 16).to(dtype).requires_grad_())
+    with patch.object(pooled_launch.Inputs, "run", seen):
+        compare(work)
+        with patch.object(pooled_launch, "SPLIT_KEYS", 20):
+            compare(work)
+    assert made == [(dtype, (3, 1)), (torch.float32, (3, 3))]
+
+
+@pytest.mark.parametrize(
+    ("seeds", "dim", "v_dim", "keys"), [(64, 128, 128, 32), (64, 64, 128, 32), (64, 64, 64, 64), (32, 128, 128, 64), (5, 256, 16, 32)]
+)
+def test_keys_of_a_tile_beside_many_seeds_of_wide_heads(seeds, dim, v_dim, keys, monkeypatch):
+    monkeypatch.setattr(host, "interpreted", lambda: False)
+    q, k, v = (torch.empty(*shape, dtype=torch.float16) for shape in ((seeds, 2, dim), (3, 2, dim), (3, 2, v_dim)))
+    assert pooled_launch.Inputs(q, k, v, None, 3, 1.0).grad_keys() == keys
+
+
 @pytest.mark.parametrize("runs", [1, 2])
 def test_the_gradient_of_shared_seeds_is_added_in_runs_of_rows(runs):
     with patch.object(pooled_launch, "RUNS", runs), patch.object(pooled_launch, "FUSED_RUNS", runs):

@@ -98,17 +98,22 @@ class Inputs(NamedTuple):
             return (min(seeds, 32), 32, 8, 1) if width <= 128 else (16, 16, 4, 1)
         return seeds, 64 if width <= 128 else 32, 8 if width > 128 else 4, 2
 
+    def grad_keys(self) -> int:
+        """Keys of a tile of the kernel that makes all gradients: beside 64 seeds, heads of 128 leave registers for 32."""
+        seeds, keys, _, _ = self.blocks()
+        return min(keys, 32) if seeds == MOST_SEEDS and max(self.q.shape[-1], self.v.shape[-1]) > 64 else keys
+
     def splits(self, programs: int) -> int:
         return max(1, min(PROGRAMS // max(programs, 1), self.max_k // SPLIT_KEYS))
 
-    def run(self, kernel: Any, tiles: int, *, pipelined: bool = True, **arguments: Any) -> None:
+    def run(self, kernel: Any, tiles: int, *, keys: int | None = None, pipelined: bool = True, **arguments: Any) -> None:
         q, k, v = self.q, self.k, self.v
         block_m, block_n, warps, stages = self.blocks()
         host.launch(
             kernel, q, tiles, offsets=self.offsets, rows=self.rows, seeds=q.shape[-3], total=k.shape[0], max_k=self.max_k,
             scale=self.scale, q_row=q.stride(0) if q.dim() == 4 else 0, q_seed=q.stride(-3), q_head=q.stride(-2), k_token=k.stride(0),
             k_head=k.stride(1), v_token=v.stride(0), v_head=v.stride(1), GROUP=q.shape[-2] // k.shape[1], DIM=q.shape[-1], V_DIM=v.shape[-1],
-            BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=host.block_width(q.shape[-1]), BLOCK_V=host.block_width(v.shape[-1]),
+            BLOCK_M=block_m, BLOCK_N=keys or block_n, BLOCK_D=host.block_width(q.shape[-1]), BLOCK_V=host.block_width(v.shape[-1]),
             PRECISION=host.precision(q), num_warps=warps, num_stages=stages if pipelined else 1, **({"q": q, "k": k, "v": v} | arguments),
         )  # fmt: skip
 
@@ -189,28 +194,32 @@ def fused(call: Inputs) -> bool:
 def _grad_at_once(call: Inputs, dk: Tensor, dv: Tensor, stages: int, shared: dict[str, Any]) -> Tensor:
     """Gradient of the seeds; writes those of k and v."""
     dq, splits, per_run = _query_sums(call, FUSED_RUNS, 1)
-    runs, heads, block = dq.shape[0], dq.shape[3], call.blocks()[1]
+    runs, heads, block = dq.shape[0], dq.shape[3], call.grad_keys()
     engine = copied(call.k, call.v)
     described = {"k": call.k, "v": call.v, "dk_desc": dk, "dv_desc": dv}
     given = {name: ragged(x, block) for name, x in described.items()} if engine else {"dk_desc": None, "dv_desc": None}
     call.run(
-        _kernels().grad_kernel, runs * splits * heads, pipelined=False, dq=dq, heads=heads, splits=splits, rows_per_run=per_run, STAGES=stages,
-        ENGINE=engine, **_written(dk, dv), **given, **shared,
+        _kernels().grad_kernel, runs * splits * heads, keys=block, pipelined=False, dq=dq, heads=heads, splits=splits, rows_per_run=per_run,
+        STAGES=stages, ENGINE=engine, **_written(dk, dv), **given, **shared,
     )  # fmt: skip
     return _added(call, dq)
 
 
 def _query_sums(call: Inputs, most: int, seed_tiles: int) -> tuple[Tensor, int, int]:
-    """Memory for the gradient of the seeds ``[runs, splits, seeds, heads, dim]`` float32, how many splits, and how many rows in a run."""
+    """Memory for the gradient of the seeds ``[runs, splits, seeds, heads, dim]``, float32 where some are to be added, how many splits, and how many
+    rows in a run."""
     rows, seeds, heads, _ = call.shape
     per_run = -(-rows // most) if call.q.dim() == 3 else 1
     runs = -(-rows // per_run)
     splits = call.splits(runs * heads * seed_tiles)
-    return call.q.new_empty((runs, splits, seeds, heads, call.q.shape[-1]), dtype=torch.float32), splits, per_run
+    dtype = torch.float32 if call.q.dim() == 3 or splits > 1 else call.q.dtype
+    return call.q.new_empty((runs, splits, seeds, heads, call.q.shape[-1]), dtype=dtype), splits, per_run
 
 
 def _added(call: Inputs, dq: Tensor) -> Tensor:
-    return (dq.sum((0, 1)) if call.q.dim() == 3 else dq.sum(1)).to(call.q.dtype)
+    if call.q.dim() == 3:
+        return dq.sum((0, 1)).to(call.q.dtype)
+    return dq.squeeze(1) if dq.shape[1] == 1 else dq.sum(1).to(call.q.dtype)
 
 
 def _query_grad(call: Inputs, block_m: int, shared: dict[str, Any]) -> Tensor:
