@@ -24,7 +24,7 @@ from gem_kernels.common.hopper.gluon import (
     warpgroup_mma_init,
     warpgroup_mma_wait,
 )
-from gem_kernels.common.hopper.language import accumulator, arrive_together, barriers, copies, load, store
+from gem_kernels.common.hopper.language import accumulator, barriers, copies, load, store
 
 HALF = gl.constexpr(64)
 """Keys of a block, and seeds, of one warpgroup."""
@@ -100,7 +100,7 @@ def _delta(
     mbarrier.wait(v_full.index(stage), phase)
     do = vs.index(stage * GROUPS + W).reshape([HALF, D]).load(OUT).to(gl.float32)
     deltas.slice(W * HALF, HALF, dim=0).store(gl.sum(o * do, 1))
-    arrive_together(k_free.index(stage))
+    mbarrier.arrive(k_free.index(stage), count=1)
     mbarrier.arrive(v_free.index(stage), count=1)
     mbarrier.arrive(delta_full.index(0), count=1)
 
