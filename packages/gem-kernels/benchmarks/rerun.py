@@ -94,7 +94,17 @@ def tests() -> list[Part]:
     whole, found = {"BlockAttention": 2, "HstuAttention": 4}, []
     for kind in PORTABLE:
         found += _shared(kind, "test_gpu_conformance_portable.py", whole.get(kind, 1), f"Test{kind} and not Test{kind}Gluon")
-    files = {"pffn": 1, "norm_linear": 8, "fp8": 1, "hstu_attention": 2, "launcher": 5, "portable_attention": 3, "places": 3, "capture": 10}
+    files = {
+        "many_rows": 1,
+        "pffn": 1,
+        "norm_linear": 8,
+        "fp8": 1,
+        "hstu_attention": 2,
+        "launcher": 5,
+        "portable_attention": 3,
+        "places": 3,
+        "capture": 10,
+    }
     for name, parts in files.items():
         found += _shared(name, f"test_gpu_{name}.py", parts)
     # More than 2^31 elements a tensor: one process, for the sake of the GPU's memory.

@@ -116,7 +116,6 @@ def _consume(
                 if SOFTMAX:
                     product = os.index(W).reshape([M, V]).load(VALUES).to(gl.float32) * do_tile.load(VALUES).to(gl.float32)
                     deltas = gl.convert_layout(gl.sum(product, 1), gl.SliceLayout(1, SCORES))
-                mbarrier.arrive(q_free.index(W), count=1)
                 stage = copied % STAGES
                 phase = (copied // STAGES) & 1
                 k_tile = ks.index(stage).reshape([BLOCK_N, D])
@@ -128,6 +127,9 @@ def _consume(
                 keys = columns + (begin + (n - 1) * BLOCK_N)
                 g = _slopes(s, queries, keys, sums, k_used, window, scale, ACTIVATION, SCALE_AFTER, CAUSAL, WINDOW, True)
                 dp = warpgroup_mma_wait(0, deps=[dp])
+                # Not before: only products that have read the registers show that the loads into them are done. An arrival waits for none that is on
+                # its way, and those of a warpgroup whose neighbour multiplies come so late that the rows of the next tile were there first.
+                mbarrier.arrive(q_free.index(W), count=1)
                 mbarrier.arrive(v_free.index(stage), count=1)
                 ds = g * (dp - deltas[:, None]) if SOFTMAX else g * dp
                 slopes = gl.convert_layout(ds.to(kind), SLOPES)

@@ -95,7 +95,6 @@ def _consume(
             # From registers they leave the bandwidth of shared memory to the keys and values.
             q_operand = q_tile.load(gl.DotOperandLayout(0, SCORES, 2))
             do_operand = do_tile.load(gl.DotOperandLayout(0, SCORES, 2))
-            mbarrier.arrive(q_free.index(W), count=1)
             stage = (copied + skipped) % STAGES
             phase = ((copied + skipped) // STAGES) & 1
             mbarrier.wait(k_full.index(stage), phase)
@@ -114,6 +113,7 @@ def _consume(
             elif CAUSAL:
                 g = gl.where(columns[None, :] <= lanes[:, None], g, 0.0)
             dp = warpgroup_mma_wait(0, deps=[dp])
+            mbarrier.arrive(q_free.index(W), count=1)  # not before: see ``common.hopper.query_grad``
             mbarrier.arrive(v_free.index(stage), count=1)
             slopes = gl.convert_layout((g * dp).to(kind), SLOPES)
             acc = warpgroup_mma_init(out)
