@@ -44,8 +44,8 @@ def test_case_B08_each_token_is_found_in_its_row_or_in_none(lengths, before, aft
     assert torch.equal(statistics(q0, offsets, max_q)[0] != -1, used(offsets, max_q, len(q0)))
 
 
-@pytest.mark.parametrize("rows", [0, 1, 2, 3, 4, 7, 8, 9, 255, 256, 257])
-def test_the_search_halves_often_enough(rows):
+@pytest.mark.parametrize("rows", [0, 1, 2, 15, 16, 17, 255, 256, 257])
+def test_the_search_counts_in_steps_that_reach_every_row(rows):
     offsets = torch.arange(rows + 1)
     assert torch.equal(statistics(torch.randn(rows + 2, 1, 2), offsets, 1)[0] != -1, used(offsets, 1, rows + 2))
 

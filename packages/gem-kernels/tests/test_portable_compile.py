@@ -23,7 +23,7 @@ WORDS = dict(scale="fp32", norm="fp32", eps="fp32", rope="*fp32", offsets="*i64"
              lse="*fp32", delta="*fp32", sums="*fp32", dgamma="*fp32", dbeta="*fp32", dsum="*fp32", factors="*fp32", means="*fp32", stats="*fp32")
 WORDS |= dict(packed="*i32", other="*i32")
 NUMBERS = set("count rows heads kv_heads total tokens max_length max_q max_k tiles steps limit seeds splits rows_per_run window row_group".split())
-NUMBERS.add("head_group")
+NUMBERS |= {"head_group", "span"}
 DESCRIBED = {"x": "tensordesc<bf16[64, 32]>", "weight": "tensordesc<bf16[64, 32]>", "out": "tensordesc<bf16[64, 64]>"}
 
 def word(name, described):

@@ -109,7 +109,7 @@ class _Inputs(NamedTuple):
         ln, stats = self.q0.new_empty(self.ln_shape), self.q0.new_empty((2, self.q0.shape[0]), dtype=torch.float32)
         rows = self.offsets.shape[0] - 1
         self.run(
-            "norm", stats, offsets=self.offsets.contiguous(), ln=ln, rows=rows, max_q=self.max_q, steps=rows.bit_length(), eps=self.eps,
+            "norm", stats, offsets=self.offsets.contiguous(), ln=ln, rows=rows, max_q=self.max_q, span=_span(rows), eps=self.eps,
             HALVES=self.halved, DIM=self.q0.shape[2],
         )  # fmt: skip
         return ln, stats
@@ -136,6 +136,11 @@ class _Inputs(NamedTuple):
             "num_warps": warps,
         }  # fmt: skip
         launcher.launch(getattr(_kernels(), f"{kernel}_kernel"), grid, device, {**given, **arguments})
+
+
+def _span(rows: int) -> int:
+    """Where the search for a row begins to count: the largest power of 16 that is not above ``rows``, 0 where there are none."""
+    return 16 ** ((rows.bit_length() - 1) // 4) if rows else 0
 
 
 @torch.library.custom_op("gem_kernels::pffn", mutates_args=())

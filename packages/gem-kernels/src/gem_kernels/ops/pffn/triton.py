@@ -1,7 +1,7 @@
 """The norms around the personalised feed-forward block: y = RMSNorm(o + LayerNorm(q0)) + q0, and its gradients, a pass over memory each.
 
 The norms are over whole tokens, ``WIDTH`` values of all heads, without scale and shift; all tensors of tokens are contiguous ``[total, WIDTH]``.
-A tile is ``ROWS`` tokens of the whole batch, whatever rows they belong to. Only the first pass looks for the row of a token, by halving the offsets,
+A tile is ``ROWS`` tokens of the whole batch, whatever rows they belong to. Only the first pass looks for the row of a token, among the offsets,
 while the token itself is on its way from memory; what the other passes need of it is the sign of a number that they read anyway. A list of tiles, as
 attention has, ends a tile where a row ends: rows of 50 tokens would leave a part of every tile empty.
 
@@ -16,21 +16,25 @@ from gem_kernels.common.language import tl, triton
 from gem_kernels.common.offsets import load_rows, store_rows
 from gem_kernels.ops.norm_linear.rows import norm_grad, normalise
 
-_VARYING = ["rows", "total", "max_q", "steps", "tiles"]
+_VARYING = ["rows", "total", "max_q", "span", "tiles"]
 UNUSED = tl.constexpr(-1.0)
 NOWHERE = tl.constexpr(2**62)
+PROBES = tl.constexpr(16)
 
 
 @triton.jit
-def _used(token, offsets, rows, max_q, steps, ROWS: tl.constexpr):
-    """Whether each token is among the first ``max_q`` of a row: of the first row that ends behind it, found in ``steps`` halvings of ``rows + 1``."""
-    low = tl.zeros([ROWS], tl.int32)
-    high = low + rows
-    for _ in range(steps):
-        middle = (low + high) // 2
-        behind = tl.load(offsets + middle + 1, mask=low < high, other=NOWHERE) <= token
-        low = tl.where(behind, middle + 1, low)
-        high = tl.where(behind, high, middle)
+def _used(token, offsets, rows, max_q, span, ROWS: tl.constexpr):
+    """Whether each token is among the first ``max_q`` of its row: the first row that ends behind it.
+
+    Rows are counted off ``span`` at a time, then a ``PROBES``-th of that, down to one: three loads of 1,024 rows wait for each other, where eleven
+    halvings held the pass at 3.0 TB/s on an H200, and the others, which look for nothing, move 4.1 to 4.4.
+    """
+    low = tl.zeros([ROWS], tl.int64)  # as many rows end before the token at least
+    while span > 0:
+        probe = low[:, None] + tl.arange(1, PROBES + 1)[None, :] * span
+        ends = tl.load(offsets + probe, mask=probe <= rows, other=NOWHERE)
+        low += tl.sum((ends <= token[:, None]).to(tl.int32), 1) * span
+        span = span // PROBES
     start = tl.load(offsets + low, mask=low < rows, other=NOWHERE)
     return (token >= start) & (token - start < max_q)
 
@@ -54,7 +58,7 @@ def _layer_norm(x, stats, first, total, WIDTH: tl.constexpr, ROWS: tl.constexpr,
 
 @triton.jit(do_not_specialize=_VARYING)
 def norm_kernel(
-    q0, offsets, ln, stats, rows, total, max_q, steps, tiles, eps,
+    q0, offsets, ln, stats, rows, total, max_q, span, tiles, eps,
     HALVES: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """``ln = LayerNorm(q0)`` and ``stats``.
@@ -65,7 +69,7 @@ def norm_kernel(
         first = tile * ROWS
         token = first + tl.arange(0, ROWS)
         x = load_rows(q0, first, total, WIDTH, ROWS, WIDTH, BLOCK).to(tl.float32)
-        used = _used(token, offsets, rows, max_q, steps, ROWS)
+        used = _used(token, offsets, rows, max_q, span, ROWS)
         mean = tl.sum(x, 1) * (1.0 / WIDTH)
         n, factor = normalise(_centred(x, mean, WIDTH, BLOCK), eps, False, WIDTH, BLOCK)
         tl.store(stats + token, tl.where(used, factor, UNUSED), mask=token < total)
