@@ -49,7 +49,7 @@ def model_sized(lengths, heads, max_q):
 @pytest.mark.parametrize("heads", [4, 8])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_many_rows_of_all_lengths_are_as_accurate_as_plain_torch(backend, heads, max_q):
-    lengths = torch.empty(48).log_normal_(3.7, 1.04, generator=torch.Generator().manual_seed(0)).long().clamp(0, 1024).tolist()
+    lengths = torch.empty(16).log_normal_(3.7, 1.04, generator=torch.Generator().manual_seed(0)).long().clamp(0, 1024).tolist()
     compare(model_sized([*lengths, 1024, 0], heads, max_q), by(backend))
 
 
