@@ -139,7 +139,7 @@ class _Inputs(NamedTuple):
 
 
 def _span(rows: int) -> int:
-    """Where the search for a row begins to count: the largest power of 16 that is not above ``rows``, 0 where there are none."""
+    """Where the search for a row begins to count: the largest power of 16 (``PROBES``) that is not above ``rows``, 0 where there are none."""
     return 16 ** ((rows.bit_length() - 1) // 4) if rows else 0
 
 

@@ -26,8 +26,8 @@ PROBES = tl.constexpr(16)
 def _used(token, offsets, rows, max_q, span, ROWS: tl.constexpr):
     """Whether each token is among the first ``max_q`` of its row: the first row that ends behind it.
 
-    Rows are counted off ``span`` at a time, then a ``PROBES``-th of that, down to one: three loads of 1,024 rows wait for each other, where eleven
-    halvings held the pass at 3.0 TB/s on an H200, and the others, which look for nothing, move 4.1 to 4.4.
+    Rows are counted off ``span`` at a time, then a ``PROBES``-th of that, down to one. For 1,024 rows three loads wait for each other; eleven
+    halvings held the pass at 3.0 TB/s on an H200, where the others, which look for nothing, move 4.1 to 4.4.
     """
     low = tl.zeros([ROWS], tl.int64)  # as many rows end before the token at least
     while span > 0:
