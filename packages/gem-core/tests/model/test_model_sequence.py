@@ -180,6 +180,30 @@ class TestEventTokens:
         assert events.age is not None
         assert events.age.dtype == torch.int64
 
+    @pytest.mark.parametrize("island", [False, True])
+    def test_columns_are_joined_in_the_dtype_of_the_projection(self, kit: ModuleType, monkeypatch: pytest.MonkeyPatch, island: bool) -> None:
+        """The same bits as columns that are joined and then rounded, and gradients; a projection that does not round gets what there is."""
+        layer = self.make(kit)
+        assert layer.project is not None
+        if island:
+            plain = layer.project.forward
+            layer.project.forward = lambda *given: torch.autocast("cpu", enabled=False)(plain)(*given)  # type: ignore[method-assign, assignment]
+        batch = kit.make_batch(kit.SCHEMAS["one_group"], [[3], [0], [2]])
+        found = []
+        for parts_given in (True, False):
+            torch.manual_seed(1)
+            columns = {"clicks.item": torch.randn(5, 12, requires_grad=True), "clicks.shop": torch.randn(5, 8, requires_grad=True)}
+            joined, project = [], layer.project.forward
+            with monkeypatch.context() as patch, torch.autocast("cpu", torch.bfloat16):
+                if not parts_given:
+                    patch.setattr(layer.project, "forward", lambda x, when, project=project: project(torch.cat(x, dim=-1), when))
+                cat = torch.cat
+                patch.setattr(torch, "cat", lambda x, dim=0, cat=cat, joined=joined: joined.append(cat(x, dim=dim)) or joined[-1])
+                values = layer(batch, columns).values
+            found.append([values, *torch.autograd.grad(values.float().square().sum(), list(columns.values()))])
+            assert joined[0].dtype is (torch.bfloat16 if parts_given and not island else torch.float32)
+        assert all(torch.equal(mine, want) for mine, want in zip(*found, strict=True))
+
     def test_columns_that_disagree_are_named(self, kit: ModuleType) -> None:
         batch = kit.make_batch(kit.SCHEMAS["one_group"], [[3]])
         with pytest.raises(RequestError, match=r"'clicks.item': 2, 'clicks.shop': 3"):

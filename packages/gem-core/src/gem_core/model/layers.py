@@ -204,8 +204,10 @@ class NormLinear(nn.Module):
         if self.gain is not None:
             nn.init.ones_(self.gain)
 
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        out: Tensor = self._call(x, residual)
+    def forward(self, x: Tensor | Sequence[Tensor], residual: Tensor | None = None) -> Tensor:
+        """``x`` may be its columns in parts. They are joined in the dtype that this computes in: half the bytes to join, where it rounds."""
+        joined = x if isinstance(x, Tensor) else torch.cat([part.to(compute_dtype(part)) for part in x], dim=-1)
+        out: Tensor = self._call(joined, residual)
         return out
 
     def _call(self, x: Tensor, residual: Tensor | None, **options: bool) -> Any:

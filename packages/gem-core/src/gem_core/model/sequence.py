@@ -176,7 +176,7 @@ class EventTokens(nn.Module):
         when = self._when(place, age)
         parts = [embedded[f"{name}.{feature.name}"][:, : self.width] for feature in self.group.ids]
         parts += [batch.event_dense[f"{name}.{feature.name}"] for feature in self.group.dense]
-        values = when if self.project is None else self.project(torch.cat(parts, dim=-1), when)
+        values = when if self.project is None else self.project(parts, when)
         angles = None if self.rotary is None else self.rotary(place, age)
         return Events(values, jagged.offsets, jagged.max_length, age, angles)
 
