@@ -3,10 +3,12 @@ five products.
 
 A program takes a row of one head after the other, longest rows first. ``GROUPS`` warpgroups share the row's ``64 GROUPS`` seeds, which stay in shared
 memory, while one warp copies blocks of as many keys past them. Each warpgroup makes the transposed scores of its 64 keys, whose gradients are whole
-after one block and leave at once; the slopes of the scores meet in shared memory, where each warpgroup takes those of its 64 seeds and adds their
-gradient in registers, a block late, beside the products of the next scores.
+after one block and leave at once, both through the memory of the values; the slopes of the scores meet in shared memory, where each warpgroup takes
+those of its 64 seeds and adds their gradient in registers. That is done with each block, so that the memory of its keys is free for those after the
+next: two blocks are all that an SM holds beside 128 seeds.
 
-The end of a row comes first, so that only the block before the loop hides what lies past it. Both gradients leave through the memory of the values.
+The sums of output times upstream gradient are made first, of a block of each in the place of one of keys and values. The end of a row comes before
+the rest of it, so that only the block before the loop hides what lies past it.
 """
 
 # Kernels are compiled from their source: they carry no types, read records whole, and count in loops as the compiler can.
