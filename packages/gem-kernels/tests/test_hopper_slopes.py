@@ -30,6 +30,17 @@ def turned(x):
     return squares.mT.reshape(4, 4, 2, 2, 8, 4, 2).permute(0, 1, 4, 5, 2, 3, 6).reshape(64, 64)
 
 
+class Records(Pointer):
+    """A tile list, of which nobody may read what comes before it."""
+
+    def __add__(self, offset):
+        return Records(self.data, self.offset + offset)
+
+    def load(self):
+        assert int(self.offset) >= 0
+        return super().load()
+
+
 def but(described, *names):
     return {name: value for name, value in described.items() if name.removesuffix("_desc") not in names}
 
@@ -45,7 +56,7 @@ def emulated(lengths, heads, width, longest, programs=2, long=0, **replaced):
     dq, dk, dv = (torch.full_like(x, float("nan")) for x in (q, k, v))
     slopes = torch.full((squares * heads * 64, 1, 64), float("nan")).bfloat16()
     part = [1, 1, 64, width]
-    shared = {"records": Pointer(found.records), "count": Pointer(found.count), "heads": heads, "long": long}
+    shared = {"records": Records(found.records), "count": Pointer(found.count), "heads": heads, "long": long}
     kept = {"longest": blocks, "squares": squares}
     scores = {"scale": SCALE, "factor": SCALE * NORM, "window": 0, "q_head": width, "k_head": width, "v_head": width, "D": width, "V": width}
     scores |= {"STAGES": 3, "ACTIVATION": "silu_bf16", "CAUSAL": True, "WINDOW": False}

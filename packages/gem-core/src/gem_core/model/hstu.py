@@ -189,17 +189,17 @@ class HstuModel(DenseModel):
 
     def _history(self, groups: list[Events]) -> tuple[Tensor, Tensor, Tensor | None]:
         """All groups as one history: values ``[events, dim]``, offsets, and ages ``[events]`` int64 if an option reads them."""
-        values, offsets = self._one([(group.values, group.offsets) for group in groups])
+        values, offsets = self._joined([(group.values, group.offsets) for group in groups])
         if "time" not in (self.options.order, self.options.bias):
             return values, offsets, None
-        age, _ = self._one([(group.age, group.offsets) for group in groups])
+        age, _ = self._joined([(group.age, group.offsets) for group in groups])
         if self.options.order == "time":
             order = torch.argsort(age, stable=True, descending=True)
             order = order[torch.argsort(row_of(offsets, values.shape[0])[order], stable=True)]
             values, age = values[order], age[order]
         return values, offsets, age
 
-    def _one(self, parts: list[tuple[Any, Tensor]]) -> tuple[Tensor, Tensor]:
+    def _joined(self, parts: list[tuple[Any, Tensor]]) -> tuple[Tensor, Tensor]:
         """The rows of all parts, one after the other; of a single part without a copy."""
         joined: tuple[Tensor, Tensor] = parts[0] if len(parts) == 1 else self.concat(parts)
         return joined
