@@ -1,7 +1,5 @@
 """The ``gluon`` backend of ``pooled_attention``: the seeds of a row are queries of ``jagged_attention``. Importing this module needs no triton."""
 
-import os
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -9,10 +7,8 @@ from torch import Tensor
 from gem_kernels.ops.host import block_width
 from gem_kernels.ops.jagged_attention import launch as jagged
 from gem_kernels.ops.jagged_attention.call import Call
-from gem_kernels.ops.limits import UNMEASURED
 from gem_kernels.ops.pooled_attention.launch import MOST_SEEDS, Inputs, attend
 
-_taken = os.environ.get(UNMEASURED) == "1"
 FEWEST, MOST, WIDTHS = 33, 128, (64, 128)
 """Seeds of a row, from and to, and head sizes for which ``hopper_grad`` makes all gradients; the portable kernel is made for fewer seeds."""
 
@@ -38,7 +34,7 @@ def gluon(seeds: Tensor, k: Tensor, v: Tensor, k_offsets: Tensor, *, max_k: int,
 
 def one_pass(seeds: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether ``hopper_grad`` makes the gradients, from shapes alone, since a compiler follows this: rows have seeds, heads keys of their own."""
-    fits = _taken and seeds.dim() == 4 and FEWEST <= seeds.shape[1] <= MOST and seeds.shape[3] in WIDTHS
+    fits = seeds.dim() == 4 and FEWEST <= seeds.shape[1] <= MOST and seeds.shape[3] in WIDTHS
     return fits and seeds.shape[2] == k.shape[1] and seeds.shape[3] == v.shape[2]
 
 
