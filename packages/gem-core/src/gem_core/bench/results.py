@@ -54,7 +54,9 @@ def draw(rows: Sequence[Row], path: Path) -> None:
         rates, shares = figure.subplots(1, 2, sharey=True)
         if drawn:
             _bars(drawn, rates, shares)
-            figure.suptitle(f"{drawn[0]['recipe']} on {drawn[0]['gpu']}, {drawn[0]['steps']} steps a rung", color=_INK, fontsize=11)
+            steps = sorted({int(row["steps"]) for row in drawn})
+            told = " to ".join(map(str, dict.fromkeys((steps[0], steps[-1]))))
+            figure.suptitle(f"{drawn[0]['recipe']} on {drawn[0]['gpu']}, {told} steps a rung", color=_INK, fontsize=11)
         for axes, label in ((rates, "samples a second, whole step"), (shares, "% of the bf16 peak")):
             axes.set_xlabel(label, color=_INK)
             axes.grid(axis="x", color=_GRID, linewidth=0.8)
