@@ -1,11 +1,12 @@
 """Hopper kernels of warpgroups on a CPU: their functions as ordinary Python over torch, one thread for each warpgroup.
 
 What is emulated: barriers with their phases, the copy engine's ragged blocks, shared memory (which starts as NaN), products at once. So wrong
-indices, phases that do not match and warpgroups that wait for each other show; what an asynchronous product reads too late, or how registers are laid
-out, does not.
+indices, phases that do not match and warpgroups that wait for each other show; how registers are laid out does not. With ``Late`` asynchronous
+products and copies read shared memory as late as they may, and so does what fills the registers of a product's operand.
 """
 
 import threading
+import time
 import types
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -15,13 +16,15 @@ import torch
 
 END = 2**30
 LIMIT = 20.0
+OPERAND = object()
+"""The layout of a product's operand in registers."""
 
 
 class Shared:
     """Shared memory, or a view of it."""
 
     def __init__(self, data: torch.Tensor) -> None:
-        self.data, self.dtype = data, data.dtype
+        self.data, self.dtype, self.shape = data, data.dtype, data.shape
 
     def index(self, i: Any) -> "Shared":
         return Shared(self.data[int(i)])
@@ -39,8 +42,22 @@ class Shared:
         assert self.data.shape == x.shape
         self.data.copy_(x)
 
-    def load(self, layout: Any) -> torch.Tensor:
-        return self.data.clone()
+    def load(self, layout: Any) -> Any:
+        return Registers(self) if layout is OPERAND else self.data.clone()
+
+
+class Registers:
+    """A product's operand. The load into them is done when the first product has read them, and nothing before that waits for it."""
+
+    def __init__(self, source: Shared) -> None:
+        self.source = source
+        self.held: torch.Tensor | None = None
+
+    @property
+    def data(self) -> torch.Tensor:
+        if self.held is None:
+            self.held = self.source.data.clone()
+        return self.held
 
 
 class Barrier:
@@ -105,13 +122,51 @@ def _copy_out(desc: Blocks, coordinates: list[Any], buffer: Shared) -> None:
 
 
 def _product(a: Any, b: Any, acc: torch.Tensor, use_acc: bool = True, is_async: bool = False) -> torch.Tensor:
-    left, right = (x.data if isinstance(x, Shared) else x for x in (a, b))
+    left, right = (x if isinstance(x, torch.Tensor) else x.data for x in (a, b))
     product = left.float() @ right.float()
     return acc + product if use_acc else product
 
 
 def _wait(pending: int, deps: list[Any]) -> Any:
     return deps[0] if len(deps) == 1 else tuple(deps)
+
+
+class Late:
+    """Names for ``emulate``: products and copies out of shared memory read it where they are waited for.
+
+    Args:
+        pause: seconds that a wait gives the other warpgroups before anything is read.
+    """
+
+    def __init__(self, pause: float = 0.0) -> None:
+        self.here, self.pause = threading.local(), pause
+        self.names = {
+            "warpgroup_mma": self.multiply, "warpgroup_mma_wait": self.wait,
+            "tma": SimpleNamespace(
+                async_copy_global_to_shared=_copy_in, store_wait=lambda pending: self.read("copies", pending),
+                async_copy_shared_to_global=lambda *given: self.start("copies", lambda: _copy_out(*given)),
+            ),
+        }  # fmt: skip
+
+    def start(self, kind: str, work: Callable[[], None]) -> None:
+        self.here.__dict__.setdefault(kind, []).append(work)
+
+    def read(self, kind: str, pending: int) -> None:
+        queue = self.here.__dict__.get(kind, [])
+        if len(queue) > pending:
+            time.sleep(self.pause)
+        while len(queue) > pending:
+            queue.pop(0)()
+
+    def multiply(self, a: Any, b: Any, acc: Any, use_acc: bool = True, is_async: bool = False) -> list[torch.Tensor]:
+        found: list[torch.Tensor] = []
+        before = acc if use_acc else None
+        self.start("products", lambda: found.append(_product(a, b, before[0] if isinstance(before, list) else before, use_acc)))
+        return found
+
+    def wait(self, pending: int, deps: list[list[torch.Tensor]]) -> Any:
+        self.read("products", pending)
+        return _wait(pending, [found[0] for found in deps])
 
 
 class Pointer:
@@ -160,14 +215,16 @@ def _scalar(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor
 
 
 def _gl(program: int, programs: int) -> SimpleNamespace:
-    layouts = ("SliceLayout", "DotOperandLayout", "BlockedLayout", "SwizzledSharedLayout")
+    layouts = ("SliceLayout", "BlockedLayout", "SwizzledSharedLayout")
     nothing = dict.fromkeys(layouts, lambda *_, **__: None)
     return SimpleNamespace(
-        **nothing, NVMMASharedLayout=SimpleNamespace(get_default_for=lambda *_: None), constexpr=object, exp2=torch.exp2,
+        **nothing, DotOperandLayout=lambda *_: OPERAND, NVMMASharedLayout=SimpleNamespace(get_default_for=lambda *_: None),
+        constexpr=object, exp2=torch.exp2,
         sum=lambda x, axis: x.sum(axis),
         float32=torch.float32, int64=torch.int64, warp_specialize=_specialise,
         allocate_shared_memory=lambda dtype, shape, layout=None: Shared(torch.full(shape, float("nan"), dtype=dtype)),
         arange=lambda a, b, layout: torch.arange(a, b), zeros=lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype),
+        full=lambda shape, value, dtype, layout: torch.full(shape, value, dtype=dtype),
         where=lambda c, a, b: torch.where(torch.as_tensor(c), torch.as_tensor(a), torch.as_tensor(b)), minimum=_scalar(torch.minimum),
         maximum=_scalar(torch.maximum), convert_layout=lambda x, layout: x, load=lambda p: p.load(),
         store=lambda p, x, mask=None: p.store(x, mask), static_range=range, program_id=lambda axis: program, num_programs=lambda axis: programs,

@@ -3,19 +3,17 @@
 import os
 import subprocess
 import sys
-import threading
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
 
-import gem_kernels_emulated
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
-from gem_kernels_emulated import Blocks, Pointer, emulate
+from gem_kernels_emulated import Blocks, Late, Pointer, emulate
 from gem_kernels_portable import compare, draw
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -34,39 +32,6 @@ DIM = 64
 def memory(x):
     """All elements of the storage of ``x`` from its first one on."""
     return x.as_strided((x.untyped_storage().size() // x.element_size() - x.storage_offset(),), (1,))
-
-
-class Late:
-    """Products and copies out of shared memory read it as late as they may: where they are waited for."""
-
-    def __init__(self):
-        self.here = threading.local()
-        self.names = {
-            "warpgroup_mma": self.multiply, "warpgroup_mma_wait": self.wait,
-            "tma": SimpleNamespace(
-                async_copy_global_to_shared=gem_kernels_emulated._copy_in, store_wait=lambda pending: self.read("copies", pending),
-                async_copy_shared_to_global=lambda *given: self.start("copies", lambda: gem_kernels_emulated._copy_out(*given)),
-            ),
-        }  # fmt: skip
-
-    def start(self, kind, work):
-        self.here.__dict__.setdefault(kind, []).append(work)
-
-    def read(self, kind, pending):
-        queue = self.here.__dict__.get(kind, [])
-        while len(queue) > pending:
-            queue.pop(0)()
-
-    def multiply(self, a, b, acc, use_acc=True, is_async=False):
-        found = []
-        before = acc if use_acc else None
-        self.start("products", lambda: found.append(gem_kernels_emulated._product(a, b, before[0] if isinstance(before, list) else before, use_acc)))
-        return found
-
-    def wait(self, pending, deps):
-        self.read("products", pending)
-        (found,) = deps
-        return found[0]
 
 
 class Call:

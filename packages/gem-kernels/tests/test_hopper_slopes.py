@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton")
 
-from gem_kernels_emulated import Blocks, Pointer, emulate
+from gem_kernels_emulated import Blocks, Late, Pointer, emulate
 
 from gem_core.ops.hstu_attention import reference
 from gem_core.testing import assert_close
@@ -103,6 +103,11 @@ def test_case_I03_two_heads_of_128_and_many_programs(long):
 def test_case_I03_short_rows_make_their_scores_again(long):
     compare((200, 0, 64, 1, 129), long=long)
     compare((64, 200), long=long)
+
+
+@pytest.mark.parametrize("long", [0, 100, 1000])
+def test_case_I03_what_is_read_as_late_as_it_may_be(long):
+    compare((70, 200, 0, 64, 1, 129, 60), long=long, **Late(0.005).names)
 
 
 def test_slopes_of_short_rows_are_not_stored():
