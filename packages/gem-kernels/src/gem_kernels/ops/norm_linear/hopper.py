@@ -102,11 +102,12 @@ def _consume(
         first = (gl.program_id(0) + t * gl.num_programs(0)) * ROWS
         if factors is not None:
             gl.store(factors + first + lanes, r, mask=lanes < rows - first)
-        if BLOCK != WIDE:
-            mbarrier.arrive(x_free.index(stage), count=1)
         out_tile = x_tile if BLOCK == WIDE else outs.index(W)
         out_tile.store(y.to(kind))
         fence_async_shared()
+        if BLOCK != WIDE:
+            # Not before: what is stored shows that the rows that its norm read have arrived.
+            mbarrier.arrive(x_free.index(stage), count=1)
         tma.async_copy_shared_to_global(out_desc, [first, 0], out_tile)
     tma.store_wait(0)
 
