@@ -4,7 +4,8 @@ import csv
 import json
 import logging
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from gem_data.cli import app
 from gem_data.feed import balance
 from gem_data.feed import simulate as simulation
 from gem_data.feed.balance import EVEN, CostModel, EqualCost, bbs, imbalance, lpt, lpt_by_group, spread
+from gem_data.feed.batching import _lengths_of
 from gem_data.feed.simulate import simulate
 
 SIZES = st.lists(st.integers(0, 40), min_size=1, max_size=6)
@@ -147,6 +149,14 @@ def test_rows_without_events_or_without_cost_are_dealt_out_all_the_same() -> Non
         assert np.bincount(lpt_by_group(cost, none, [2, 2, 2])).tolist() == [2, 2, 2]
     assert lpt_by_group(np.zeros(0), none[:0], []).tolist() == []
     assert lpt_by_group(np.zeros(0), none[:0], [0, 0]).tolist() == []
+
+
+@pytest.mark.parametrize("groups", [0, 2])
+def test_lengths_of_parts_some_of_which_have_no_rows(groups: int) -> None:
+    """A part of a shard may be empty."""
+    lengths = [np.arange(rows) for rows in (0, 3, 2)]
+    parts: list[Any] = [SimpleNamespace(rows=each.size, lists={str(g): SimpleNamespace(length=each + g) for g in range(groups)}) for each in lengths]
+    assert _lengths_of(parts).tolist() == [[row + g for g in range(groups)] for each in lengths for row in each]
 
 
 def test_a_row_longer_than_all_others_together_stays_in_one_batch() -> None:

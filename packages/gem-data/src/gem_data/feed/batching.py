@@ -56,7 +56,9 @@ def costs_of(parts: Sequence[Part], cost: CostModel) -> Floats:
 
 def _lengths_of(parts: Sequence[Part]) -> Ints:
     """``[rows, lists]`` of all parts: events of each history, ids of each multi-valued id."""
-    return np.concatenate([np.array([group.length for group in part.lists.values()], np.int64).reshape(-1, part.rows).T for part in parts])
+    return np.concatenate(
+        [np.array([group.length for group in part.lists.values()], np.int64).reshape(len(part.lists), part.rows).T for part in parts]
+    )
 
 
 def pick(parts: Sequence[Part], rows: Ints) -> Picked:
