@@ -1,8 +1,5 @@
 """The Hopper kernels of block_attention: run by a model of Gluon against the reference, compiled without a GPU, and when they are chosen."""
 
-import os
-import subprocess
-import sys
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -13,6 +10,7 @@ import torch
 pytest.importorskip("triton")
 
 from gem_kernels_gluon import Model, Pointer, Wrong
+from gem_kernels_offline import offline
 from hypothesis import strategies as st
 
 from gem_core.ops.block_attention import reference
@@ -218,12 +216,12 @@ def test_cosines_and_sines_of_angles_up_to_100_000(top):
 # ---- compilation and choice -----------------------------------------------------------------------------------------------------------
 
 COMPILE = """
-import os, re, subprocess, sys, tempfile
-os.environ.pop("TRITON_INTERPRET", None)
+import re
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
+from gem_kernels_offline import assembler
 from gem_kernels.ops.block_attention import hopper
 
 def word(name, widths):
@@ -239,11 +237,7 @@ def report(name, D, V, NORM, ROPE_V, **options):
     signature = {n: "constexpr" if n in fixed else word(n, (D, V)) for n in kernel.arg_names}
     source = GluonASTSource(kernel, signature, {(kernel.arg_names.index(n),): value for n, value in fixed.items()})
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=dict(num_warps=4, **options))
-    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
-        file.write(compiled.asm["ptx"])
-        file.flush()
-        command = [triton.knobs.nvidia.ptxas.path, "-arch=sm_90a", "-v", file.name, "-o", os.devnull]
-        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    said = assembler(compiled.asm["ptx"])
     return "serialized" in said, int(re.search(r"(\\d+) bytes spill stores", said)[1]), 2 * (compiled.metadata.shared + 1024) <= 228 * 1024
 
 for name in ("forward", "backward"):
@@ -255,8 +249,7 @@ print(report("backward", 128, 128, False, False, maxnreg=128)[1] > 0)
 
 @pytest.mark.slow
 def test_case_I03_the_kernels_compile_for_hopper_without_spills_and_two_programs_share_an_sm():
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, "-c", COMPILE], capture_output=True, text=True, timeout=240, env=environment)
+    done = offline(COMPILE)
     assert done.stdout.split("\n")[:-1] == [*["False 0 True"] * 6, "True"], done.stderr[-2000:]  # the last one has too few registers
 
 

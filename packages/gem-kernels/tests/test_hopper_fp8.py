@@ -1,8 +1,5 @@
 """FP8 attention on Hopper: what the casts write, that scales keep weights within the format, and that the kernel compiles as it is meant to."""
 
-import os
-import subprocess
-import sys
 from unittest.mock import patch
 
 import gem_kernels_fp8 as plain
@@ -12,6 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 pytest.importorskip("triton")
+
+from gem_kernels_offline import offline
 
 from gem_core.ops.activations import ACTIVATIONS
 from gem_core.ops.gdpa import reference as gdpa
@@ -192,12 +191,12 @@ def test_case_C05_more_items_than_the_copy_engine_addresses_are_refused():
 # ---- the kernel, compiled without a GPU ------------------------------------------------------------------------------------------------
 
 COMPILE = """
-import os, re, subprocess, sys, tempfile
-os.environ.pop("TRITON_INTERPRET", None)
+import re, sys, tempfile
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
+from gem_kernels_offline import assembler
 from gem_kernels.common.hopper.fp8 import forward
 
 def report(kernel, activation):
@@ -212,19 +211,14 @@ def report(kernel, activation):
     constants = {(kernel.arg_names.index(name),): value for name, value in fixed.items()}
     compiled = triton.compile(GluonASTSource(kernel, signature, constants), target=GPUTarget("cuda", 90, 32), options=dict(num_warps=4))
     ptx = compiled.asm["ptx"]
-    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
-        file.write(ptx)
-        file.flush()
-        command = [triton.knobs.nvidia.ptxas.path, "-arch=sm_90a", "-v", file.name, "-o", os.devnull]
-        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    said = assembler(ptx)
     products = ptx.count("wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3")
     return products, "serialized" in said, int(re.search(r"(\\d+) bytes spill stores", said)[1]), compiled.metadata.shared <= 232448
 """
 
 
 def compiled(code):
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, "-c", COMPILE + code], capture_output=True, text=True, timeout=240, env=environment)
+    done = offline(COMPILE + code)
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout.strip()
 

@@ -1,8 +1,5 @@
 """The Hopper kernels of hstu_attention compile without a GPU and keep their products in flight; how they are launched."""
 
-import os
-import subprocess
-import sys
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -11,18 +8,20 @@ import torch
 
 pytest.importorskip("triton")
 
+from gem_kernels_offline import offline
+
 from gem_core.spec import RequestError
 from gem_kernels.common.schedule import programs
 from gem_kernels.ops.hstu_attention import hopper, launch
 
 ON_CPU = pytest.mark.skipif(torch.cuda.is_available(), reason="this looks at launches, on a CPU")
 COMPILE = """
-import os, subprocess, sys, tempfile
-os.environ.pop("TRITON_INTERPRET", None)
+import sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
+from gem_kernels_offline import assembler
 from gem_kernels.ops.hstu_attention.hopper_forward import forward_kernel
 from gem_kernels.ops.hstu_attention.hopper_key_grad import key_grad_kernel
 from gem_kernels.ops.hstu_attention.hopper_query_grad import query_grad_kernel
@@ -64,22 +63,13 @@ def report(name, flag):
     constants = {(kernel.arg_names.index(n),): value for n, value in fixed.items()}
     compiled = triton.compile(GluonASTSource(kernel, signature, constants), target=GPUTarget("cuda", 90, 32), options=dict(num_warps=warps))
     ptx = compiled.asm["ptx"]
-    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
-        file.write(ptx)
-        file.flush()
-        command = [triton.knobs.nvidia.ptxas.path, "-arch=sm_90a", "-v", file.name, "-o", os.devnull]
-        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    said = assembler(ptx)
     return "wgmma.mma_async" in ptx, "serialized" not in said, compiled.metadata.shared <= 232448
 
 if __name__ == "__main__":
     for flag in (True, False) if sys.argv[1].startswith("norm") else (True,):
         print(sys.argv[1], flag, *report(sys.argv[1], flag))
 """
-
-
-def compiled(code, *arguments):
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    return subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=240, env=environment)
 
 
 HSTU = ["forward", "query_grad", "query_grad_short", "key_grad", "key_grad_kept", "query_product"]
@@ -90,7 +80,7 @@ HSTU = ["forward", "query_grad", "query_grad_short", "key_grad", "key_grad_kept"
 def test_case_I03_the_kernels_compile_for_hopper_and_nothing_waits_between_products(name):
     """The assembler says where it makes products wait for each other, as it does when a kernel writes registers of one too late, or stores those of
     an operand."""
-    done = compiled(COMPILE, name)
+    done = offline(COMPILE, name)
     flags = (True, False) if name.startswith("norm") else (True,)
     assert done.stdout.split("\n")[:-1] == [f"{name} {flag} True True True" for flag in flags], done.stderr[-2000:]
 
@@ -117,7 +107,7 @@ with tempfile.TemporaryDirectory() as folder:
 @pytest.mark.slow
 def test_a_selection_among_the_products_is_noticed():
     """The planted fault: weights are hidden instead of scores."""
-    done = compiled(f"import sys\nCOMPILE = {COMPILE!r}\n{FAULT}")
+    done = offline(f"import sys\nCOMPILE = {COMPILE!r}\n{FAULT}")
     assert done.stdout.strip() == "(True, False, True)", done.stderr[-2000:]
 
 

@@ -1,8 +1,5 @@
 """The kernel of all gradients of ``pooled_attention`` on Hopper: emulated against float64 on a CPU, compiled without a GPU, launched."""
 
-import os
-import subprocess
-import sys
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +11,7 @@ import torch
 pytest.importorskip("triton")
 
 from gem_kernels_emulated import Blocks, Late, Pointer, emulate
+from gem_kernels_offline import offline
 from gem_kernels_portable import compare, draw
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -88,12 +86,11 @@ class Call:
 
 
 COMPILE = """
-import os, subprocess, sys, tempfile
-os.environ.pop("TRITON_INTERPRET", None)
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
+from gem_kernels_offline import assembler
 from gem_kernels.ops.pooled_attention.hopper_grad import grad_kernel as kernel
 
 WORDS = dict(lse="*fp32", records="*i32", count="*i32", scale="fp32", factor="fp32", dq="*bf16", dk="*bf16", dv="*bf16")
@@ -112,11 +109,7 @@ for groups in (1, 2):
     options = dict(num_warps=4, **(dict(maxnreg=128) if groups == 1 else {}))
     compiled = triton.compile(GluonASTSource(kernel, signature, constants), target=GPUTarget("cuda", 90, 32), options=options)
     ptx = compiled.asm["ptx"]
-    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
-        file.write(ptx)
-        file.flush()
-        command = [triton.knobs.nvidia.ptxas.path, "-arch=sm_90a", "-v", file.name, "-o", os.devnull]
-        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    said = assembler(ptx)
     fits = (3 - groups) * (compiled.metadata.shared + 1024) <= 233472
     print(groups, "wgmma.mma_async" in ptx, "serialized" not in said, fits)
 """
@@ -125,8 +118,7 @@ for groups in (1, 2):
 @pytest.mark.slow
 def test_case_I03_the_kernel_compiles_for_hopper_and_nothing_waits_between_products():
     """Two programs of one warpgroup share an SM's memory."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, "-c", COMPILE], capture_output=True, text=True, timeout=240, env=environment)
+    done = offline(COMPILE)
     assert done.stdout.split("\n")[:-1] == ["1 True True True", "2 True True True"], done.stderr[-2000:]
 
 
