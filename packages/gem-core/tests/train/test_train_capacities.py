@@ -135,3 +135,17 @@ def test_a_survey_of_a_data_set_without_groups() -> None:
     survey = Survey(extents)
     survey.add(next(ToySource(rows=8).batches("train", batch_size=8)), {ROWS: 8})
     assert survey.capacities(2) == [{}]
+
+
+def test_a_survey_remembers_the_latest_batches_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batches that outgrow every capacity are looked at as long as a run lasts."""
+    monkeypatch.setattr("gem_core.train.capacities.KEPT", 2)
+    extents = Extents(SCHEMA, frozenset())
+    few, many = Survey(extents), Survey(extents)
+    batches = list(ToySource(rows=96).batches("train", batch_size=32))
+    for batch in batches:
+        many.add(batch, extents.sizes(batch))
+    for batch in batches[1:]:
+        few.add(batch, extents.sizes(batch))
+    assert len(many) == 2
+    assert many.capacities(3) == few.capacities(3)

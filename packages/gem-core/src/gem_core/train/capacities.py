@@ -1,5 +1,6 @@
 """Sizes of graphs: how many events of each group, and ids of each feature with any number of them, the batches to come may have."""
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from math import ceil, sqrt
 from statistics import NormalDist, fmean, pvariance
@@ -15,6 +16,8 @@ SPREAD = 5.0
 STEP = 0.05
 """What heights of capacities are multiples of, in standard deviations below ``SPREAD``."""
 LOWEST = -2.0
+KEPT = 1024
+"""Batches that a survey remembers, the latest: batches that fit no capacity go on being looked at as long as a run lasts."""
 
 
 class Survey:
@@ -26,8 +29,8 @@ class Survey:
 
     def __init__(self, extents: Extents) -> None:
         self._extents = extents
-        self._sizes: list[dict[str, int]] = []
-        self._variances: list[Tensor] = []
+        self._sizes: deque[dict[str, int]] = deque(maxlen=KEPT)
+        self._variances: deque[Tensor] = deque(maxlen=KEPT)
 
     def __len__(self) -> int:
         return len(self._sizes)
@@ -41,8 +44,8 @@ class Survey:
 
     def capacities(self, count: int) -> list[dict[str, int]]:
         """As ``capacities`` for what was looked at. Waits for the device."""
-        alone = torch.stack(self._variances).mean(0).tolist()
-        return capacities(self._sizes, dict(zip(self._extents.names, alone, strict=True)), count)
+        alone = torch.stack(list(self._variances)).mean(0).tolist()
+        return capacities(list(self._sizes), dict(zip(self._extents.names, alone, strict=True)), count)
 
 
 def capacities(seen: Sequence[Mapping[str, int]], alone: Mapping[str, float], count: int) -> list[dict[str, int]]:
